@@ -306,9 +306,11 @@ MUTATIONS = [
     ),
     Mutation("algorithms/forward_process.py", "(1 + b) * old - b", "(1 - b) * old - b", NFT),
     Mutation("algorithms/forward_process.py", "-noised.advantages /", "noised.advantages /", NFT),
-    Mutation("algorithms/opsd.py", "walked(-per_row(length", "walked(per_row(length", OPSD),
-    Mutation("algorithms/opsd.py", " / self.target_steps\n", "\n", OPSD),
-    Mutation("algorithms/opsd.py", "(1 - r) * negative", "negative", OPSD),
+    Mutation(
+        "algorithms/reward_gradient.py", "walked(-per_row(length", "walked(per_row(length", OPSD
+    ),
+    Mutation("algorithms/reward_gradient.py", " / self.target_steps\n", "\n", OPSD),
+    Mutation("algorithms/reward_gradient.py", "(1 - r) * negative", "negative", OPSD),
     Mutation("core/plans.py", "self.tails[0][1:-1]", "self.tails[0][:-1]", OPSD),
     Mutation("algorithms/epg.py", "(-weight * elbo)", "(weight * elbo)", EPG),
     Mutation(

@@ -15,9 +15,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from g2rpo.rewards.hpsv3 import HPSv3, resized
+from g2rpo.rewards.hpsv3 import HPSv3, resized, target_size
 from g2rpo.rewards.pixels import normalise
-from g2rpo.rewards.qwen_vl import target_size
 
 INNER = 256
 """The width of the layers before the head."""

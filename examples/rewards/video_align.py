@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from g2rpo.core.plain import read_as
+from g2rpo.rewards.hpsv3 import QwenReward, target_size
 from g2rpo.rewards.pixels import normalise
-from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 
 QUALITIES = ("VQ", "MQ", "TA")

@@ -26,9 +26,8 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import PaveGRPO
-from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
-from g2rpo.algorithms.reward_gradient import ReFL
+from g2rpo.algorithms.reward_gradient import OPSD, ReFL
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.data import Example
 from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid

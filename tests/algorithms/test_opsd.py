@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from g2rpo.algorithms.opsd import OPSD, direction
+from g2rpo.algorithms.reward_gradient import OPSD, direction
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Batch, Example
 from g2rpo.core.errors import UserError

@@ -18,9 +18,9 @@ from g2rpo.core.errors import Stopped
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.train.monitor.advice import HELPS
 from g2rpo.train.monitor.alarms import (
     ALARMS,
+    HELPS,
     LEAST,
     LEVEL,
     MASKED,

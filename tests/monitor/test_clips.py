@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from g2rpo.core.images import to_uint8
 from g2rpo.lab.evaluate import _save_grid
 from g2rpo.models import load
-from g2rpo.train.monitor.clips import (
+from g2rpo.train.monitor.image_statistics import image_statistics
+from g2rpo.train.monitor.pictures import (
     CLIP_FRAMES,
     CLIP_SIDE,
     read_clip,
@@ -19,7 +20,6 @@ from g2rpo.train.monitor.clips import (
     save_clip,
     stills,
 )
-from g2rpo.train.monitor.image_statistics import image_statistics
 from tests.app.test_evaluate import judging
 from tests.support.commands import g2rpo
 from tests.support.runs import Clips, Loaded, brightness, finished, log, trainer

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from g2rpo.rewards import client
+from g2rpo.rewards import remote
 from tests.rewards.learned import LEARNED, save_learned
 
 
@@ -23,5 +23,5 @@ def naps(monkeypatch):
     """A client's waits before retries, which are only noted."""
     waits = []
     event = SimpleNamespace(wait=waits.append, set=lambda: None)
-    monkeypatch.setattr(client, "Event", lambda: event)
+    monkeypatch.setattr(remote, "Event", lambda: event)
     return waits

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from g2rpo.core.http import Refused
 from g2rpo.core.images import to_pil, to_uint8
-from g2rpo.rewards.answers import Said, Unread, read_scores
+from g2rpo.rewards.asking import Said, Unread, read_scores
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.server import MAX_PIXELS, parse_request
 from tests.support.fuzzing import mutated

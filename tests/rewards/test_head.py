@@ -9,9 +9,8 @@ import torch
 
 from g2rpo.core.seeding import generator_for
 from g2rpo.rewards import head as heads
-from g2rpo.rewards.head import Choice, Head, agreement_interval, fit
+from g2rpo.rewards.head import Choice, Head, agreement_interval, features_of, fit
 from g2rpo.rewards.pairs import Pairs
-from g2rpo.rewards.picture_features import features_of
 from tests.support.pictures import noise
 from tests.support.tolerances import near, reordered, rounding
 

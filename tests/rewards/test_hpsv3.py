@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from g2rpo.rewards.hpsv3 import HPSv3
-from g2rpo.rewards.qwen_vl import target_size
+from g2rpo.rewards.hpsv3 import HPSv3, target_size
 from tests.rewards.learned import oracle, picture_of, save_processor, state_of
 from tests.rewards.oracle_inputs import PROMPTS
 from tests.support.tolerances import network, rounding

@@ -15,7 +15,7 @@ import torch
 from g2rpo.core.errors import Interrupted, Stopped, UserError
 from g2rpo.core.http import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.core.stopping import stoppable
-from g2rpo.rewards import client
+from g2rpo.rewards import remote
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.train.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
@@ -277,7 +277,7 @@ def test_ctrl_c_does_not_wait_for_retries(monkeypatch):
             os.kill(os.getpid(), SIGINT)
             return super().wait()
 
-    monkeypatch.setattr(client, "Event", Pressed)
+    monkeypatch.setattr(remote, "Event", Pressed)
     with pytest.raises(Interrupted), stoppable(""):
         reward(*ONE)
     assert len(waits) == 1

@@ -8,7 +8,7 @@ import torch
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.http import NoAnswer, Refused
-from g2rpo.rewards.answers import Said, Unread, probability_of_yes, read_scores
+from g2rpo.rewards.asking import Said, Unread, probability_of_yes, read_scores
 from g2rpo.rewards.vlm import FORMS, VLMJudge
 from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in

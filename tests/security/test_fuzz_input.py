@@ -42,8 +42,7 @@ from g2rpo.train.dry_run import try_own_code
 from g2rpo.train.evaluation.heldout import load_evaluation
 from g2rpo.train.run.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.train.run.folder import Run
-from g2rpo.train.run.log_rows import read_log
-from g2rpo.train.run.records import PlannedAndMeasured
+from g2rpo.train.run.records import PlannedAndMeasured, read_log
 from tests.support import runs
 from tests.support.adapters import random_adapter
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts

@@ -39,8 +39,7 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import EGRPO, PaveGRPO
-from g2rpo.algorithms.opsd import OPSD
-from g2rpo.algorithms.reward_gradient import FDFO, ReFL
+from g2rpo.algorithms.reward_gradient import FDFO, OPSD, ReFL
 from g2rpo.algorithms.self_opd import SelfOPD
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError

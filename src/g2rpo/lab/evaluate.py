@@ -41,10 +41,9 @@ from g2rpo.train.evaluation.sweep import (
     Judging,
     JudgingConfig,
 )
-from g2rpo.train.monitor.clips import clip_of, read_clip
-from g2rpo.train.monitor.pictures import PictureRow, save_grid
+from g2rpo.train.monitor.pictures import PictureRow, clip_of, read_clip, save_grid
 from g2rpo.train.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
-from g2rpo.train.reward_states import take_stored
+from g2rpo.train.persistence import take_stored
 from g2rpo.train.run.folder import Run, check_weights
 from g2rpo.train.run.lock import first_usable, held
 

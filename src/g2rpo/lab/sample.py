@@ -30,10 +30,16 @@ from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
 from g2rpo.train.evaluation.sampler import Drawing, Sampler
-from g2rpo.train.monitor.clips import reduced, save_clip, seconds_of
-from g2rpo.train.monitor.pictures import PictureRow, pil_of, save_grid
+from g2rpo.train.monitor.pictures import (
+    PictureRow,
+    pil_of,
+    reduced,
+    save_clip,
+    save_grid,
+    seconds_of,
+)
 from g2rpo.train.monitor.scores import SHOWN
-from g2rpo.train.reward_states import take_stored
+from g2rpo.train.persistence import take_stored
 from g2rpo.train.run.folder import check_weights
 from g2rpo.train.run.lock import enter_fresh, held
 

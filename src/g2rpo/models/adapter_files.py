@@ -33,8 +33,10 @@ from g2rpo.models.adapter_names import (
     PEFT,
     Pair,
     adapters_in,
+    by_original_names,
     common_peelings,
     in_model,
+    own_rows,
     pairs_in,
     patterns_of,
     refuse_others,
@@ -53,7 +55,6 @@ from g2rpo.models.adapters import (
     shapes_in,
 )
 from g2rpo.models.comfyui import ComfyUI
-from g2rpo.models.original_names import by_original_names, own_rows
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files that peft writes."""

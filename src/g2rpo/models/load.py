@@ -22,10 +22,9 @@ from g2rpo.models.meta import few_modules
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import INDEX, class_in, missing_parts
 from g2rpo.models.pipelines import check_options, read_pipeline
-from g2rpo.models.reading import warn_of_long
 from g2rpo.models.sharding import Sharded
 from g2rpo.models.spec import PipelineSpec
-from g2rpo.models.text import TextEncoders
+from g2rpo.models.text import TextEncoders, warn_of_long
 
 EMBEDDED = ("testbed", "words")
 """Names of the pipelines that come with the package."""

@@ -1,8 +1,10 @@
-"""Text encoders of a diffusers pipeline, used before the transformer is on the device."""
+"""Text encoders of a diffusers pipeline, used before the transformer is on the device, and how much
+of a prompt they read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from g2rpo.core.data import Cond
 from g2rpo.core.devices import empty_cache
+from g2rpo.core.errors import counted
 from g2rpo.core.images import read_inputs
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast
@@ -149,3 +152,138 @@ def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]
                     (owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False)))
                 )
     return found
+
+
+WORD, WORDS = "a ", 6000
+"""A prompt longer than any that is read: policy.max_sequence_length is at most 4096."""
+SHOWN = 60
+"""Letters that are shown of a prompt, and of what is left out of it."""
+
+
+class Answer:
+    """A text encoder's answer, [1, tokens, width], in the place of hidden states of any layer."""
+
+    def __init__(self, hidden: Tensor, projected: bool = False) -> None:
+        self.last_hidden_state = hidden
+        self.hidden_states = (hidden,) * 200
+        self.pooler_output = self.text_embeds = hidden[:, 0]
+        self._first = self.text_embeds if projected else hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._first
+
+
+class _Reader:
+    """A text encoder as a pipeline calls it, which computes nothing: it counts how many of its
+    `tokens` it is given in a row, and answers with 1 for each, as CLIP with 0, for pipelines append
+    its answer to another one's."""
+
+    def __init__(self, encoder: Any, tokens: set[int]) -> None:
+        self._encoder, self._tokens = encoder, tokens
+        self.clip = "CLIP" in type(encoder).__name__
+        self.given: int | None = None
+
+    def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Answer:
+        own = [token in self._tokens for token in input_ids[0].tolist()]
+        run, self.given = 0, 0
+        for known in own:
+            run = run + 1 if known else 0
+            self.given = max(self.given, run)
+        marks = torch.tensor(own).float()[None, :, None]
+        projected = "Projection" in type(self._encoder).__name__
+        return Answer(0 * marks if self.clip else marks, projected)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+
+def tokens_read(text: TextEncoders, like: str = "") -> dict[str, int]:
+    """How many tokens of a prompt each text encoder reads, beside those of templates and special
+    ones: found by the pipeline's own call with a long prompt. A model that edits gets the pictures
+    of the prompt `like`."""
+    pipeline, spec = text.pipeline, text.spec
+    readers = {
+        name: _Reader(getattr(pipeline, name), {*_tokens(text, name, [WORD * 3])[0]})
+        for name in text.names
+    }
+
+    def encode(own: NetworkCall) -> Any:
+        raise Caught(own())
+
+    arguments = spec.arguments(pipeline, text.options, rows=1, guided=False)
+    arguments["prompt"] = [WORD * WORDS]
+    if spec.pictured:
+        pictures = read_inputs(like)
+        arguments["image"] = pictures if spec.most_pictures > 1 else pictures[0]
+    parts = {**readers, "scheduler": OneStep(pipeline.scheduler.config, None)}
+    answer = replay(pipeline, Script(encode, encode), arguments, device="cpu", parts=parts)
+    # some pipelines cut behind the encoder
+    kept = int((answer[0][0].flatten(1) != 0).any(1).sum())
+    return {
+        name: reader.given if reader.clip or not kept else min(reader.given, kept)
+        for name, reader in readers.items()
+        if reader.given is not None
+    }
+
+
+def _tokens(text: TextEncoders, encoder: str, prompts: Sequence[str]) -> list[list[int]]:
+    """The tokens of prompts for a text encoder, without special ones."""
+    found: list[list[int]] = _tokenizer(text, encoder)(
+        [str(prompt) for prompt in prompts], add_special_tokens=False
+    )["input_ids"]
+    return found
+
+
+def _tokenizer(text: TextEncoders, encoder: str) -> Any:
+    parts = text.pipeline.components
+    made = parts.get(encoder.replace("text_encoder", "tokenizer")) or parts["processor"]
+    return getattr(made, "tokenizer", made)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without warnings of libraries about the long prompt."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def warn_of_long(text: TextEncoders, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
+    """Tells of prompts of which a text encoder reads only the beginning: for each encoder how many
+    there are, and one of them. The negative prompt, if there is one, is counted among them."""
+    negative = text.options.negative_prompt if text.guided else None
+    every = [prompt for prompt in dict.fromkeys(prompts) if prompt]
+    every += [negative] if negative else []
+    if not every:
+        return
+    try:
+        with _quietly():
+            read = tokens_read(text, every[0])
+            made = {name: _tokens(text, name, every) for name in read}
+    except Exception as error:  # of tokenizers and pipelines, which are the library's or the user's
+        notify(f"whether prompts are longer than the text encoders read cannot be told ({error})")
+        return
+    for name, most in read.items():
+        long = [
+            (prompt, tokens[most:])
+            for prompt, tokens in zip(every, made[name], strict=True)
+            if len(tokens) > most
+        ]
+        if not long:
+            continue
+        prompt, left = long[0]
+        words = _tokenizer(text, name).decode(left, skip_special_tokens=True).strip()
+        further = [other for other in read if read[other] > most]
+        beside = f", {further[0]} {read[further[0]]}" if further else ""
+        are = "is" if len(long) == 1 else "are"
+        notify(
+            f"{len(long)} of {counted(len(every), 'prompt')} {are} longer than {name} reads ({counted(most, 'token')}"
+            f"{beside}): of {_short(prompt)} it leaves out {_short(words)}"
+        )
+
+
+def _short(text: str) -> str:
+    return repr(str(text) if len(text) <= SHOWN else f"{text[:SHOWN]}...")

@@ -13,8 +13,7 @@ from g2rpo.core.images import cut
 from g2rpo.core.types import Reward
 from g2rpo.data.pairs import read_pairs
 from g2rpo.rewards.clip import CLIPScore
-from g2rpo.rewards.head import Choice, Head, fit
-from g2rpo.rewards.picture_features import PictureEncoder, features_of
+from g2rpo.rewards.head import Choice, Head, PictureEncoder, features_of, fit
 
 
 class Pairs(Reward):

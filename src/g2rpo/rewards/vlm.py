@@ -26,10 +26,16 @@ from torch import Tensor
 from g2rpo.core.errors import shown
 from g2rpo.core.images import INPUT, images_of, read_inputs, to_pil
 from g2rpo.core.plain import Count
-from g2rpo.rewards.answers import Said, Unread, probability_of_yes, read_scores
-from g2rpo.rewards.asking import JudgeQuestion, ServedModel
-from g2rpo.rewards.client import Endpoint
+from g2rpo.rewards.asking import (
+    JudgeQuestion,
+    Said,
+    ServedModel,
+    Unread,
+    probability_of_yes,
+    read_scores,
+)
 from g2rpo.rewards.pixels import PictureReward
+from g2rpo.rewards.remote import Endpoint
 from g2rpo.rewards.weights import read_instruction
 
 
@@ -117,11 +123,11 @@ class VLMJudge(PictureReward):
     lowest and the highest score that the template asks for, the form's unless given; `image_size`,
     to which the longer side of a larger picture is reduced; `max_tokens` of the answer (1024; for
     yes or no 1); `request`, further fields of every request, such as {"temperature": 0.7}, 0 unless
-    given, of which null leaves one out; `endpoint`, how the server is asked (`transport.Endpoint`);
+    given, of which null leaves one out; `endpoint`, how the server is asked (`remote.Endpoint`);
     its `check` asks for the server's models, and one question about grey pictures, so that a judge
     whose answers cannot be read fails then. Raises ValueError
     for bad settings, FileNotFoundError for a missing template, OSError if the check fails or the
-    server refuses (`transport.Client.ask`).
+    server refuses (`remote.Client.ask`).
     """
 
     waits = asks = True

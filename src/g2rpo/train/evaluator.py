@@ -33,13 +33,11 @@ from g2rpo.train.evaluation.heldout import (
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.learner import Learner
 from g2rpo.train.loop import Loop
-from g2rpo.train.monitor.advice import DIVERSITIES
-from g2rpo.train.monitor.alarms import judged_gain
-from g2rpo.train.monitor.clips import reduced, seconds_of
+from g2rpo.train.monitor.alarms import DIVERSITIES, judged_gain
 from g2rpo.train.monitor.curves import curves, save_figure
 from g2rpo.train.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.train.monitor.image_statistics import spread as spread_of
-from g2rpo.train.monitor.pictures import PictureRow, save_grid
+from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, seconds_of
 from g2rpo.train.monitor.scores import (
     SHOWN,
     chosen,

@@ -22,7 +22,7 @@ from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy
 from g2rpo.models import catalogue
 from g2rpo.models.adapters import ABOVE_KEY
-from g2rpo.train.monitor.clips import clip_of
+from g2rpo.train.monitor.pictures import clip_of
 from g2rpo.train.run.folder import Run
 
 CARD = "README.md"

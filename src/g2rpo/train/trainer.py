@@ -36,8 +36,7 @@ from g2rpo.train.model_card import header_of, write_card
 from g2rpo.train.monitor.alarms import alarms_of
 from g2rpo.train.monitor.trackers import TensorBoard, Tracker
 from g2rpo.train.parts import find_sizes, loop_of
-from g2rpo.train.persistence import Persistence
-from g2rpo.train.reward_states import stateful
+from g2rpo.train.persistence import Persistence, stateful
 from g2rpo.train.run.folder import Run
 from g2rpo.train.stopwatch import Stopwatch
 

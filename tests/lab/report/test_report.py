@@ -24,7 +24,7 @@ from g2rpo.lab.report.page import render, state
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS, figure, first_group, pictures
 from g2rpo.lab.report.verdict import decimals, summary_of, verdict
 from g2rpo.train.evaluation.untrained import RIGHT
-from g2rpo.train.monitor.advice import HELPS
+from g2rpo.train.monitor.alarms import HELPS
 from g2rpo.train.monitor.scores import (
     read_rows,
     save_pictures,

@@ -20,7 +20,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import compared, decode, score_rollouts
-from g2rpo.train.monitor.clips import reduced
+from g2rpo.train.monitor.pictures import reduced
 
 GRANULARITIES = (1, 2, 3)
 """The paper's, to be looked at whatever a run was trained with."""

@@ -32,8 +32,8 @@ from g2rpo.train.checks import check_rewards_alone
 from g2rpo.train.consistency import check_plans
 from g2rpo.train.evaluation.controls import Need
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
-from g2rpo.train.monitor.clips import seconds_of
-from g2rpo.train.reward_states import take_stored
+from g2rpo.train.monitor.pictures import seconds_of
+from g2rpo.train.persistence import take_stored
 
 RECIPES = {"testbed": "scenes", "words": "words"}
 """Recipes of the embedded models."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from g2rpo.lab.plan.cards import Card
 from g2rpo.lab.plan.rates import RATES
-from g2rpo.train.run.log_rows import FIRST_LOOK
+from g2rpo.train.run.records import FIRST_LOOK
 
 if TYPE_CHECKING:
     from g2rpo.config.schema import EvaluationConfig

@@ -15,9 +15,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.models import hub, load
 from g2rpo.models.blueprint import build_shallow, read_blueprint
-from g2rpo.models.reading import Answer
 from g2rpo.models.spec import PipelineSpec
-from g2rpo.models.text import TextEncoders
+from g2rpo.models.text import Answer, TextEncoders
 
 LONGEST_PROMPTS = 32
 """Prompts whose tokens are counted: those with the most characters."""

@@ -18,7 +18,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.statistics import Interval, group_std, interval
 from g2rpo.train.evaluation.untrained import RIGHT
-from g2rpo.train.monitor.advice import DIVERSITIES, Occurrence, occurrences
+from g2rpo.train.monitor.alarms import DIVERSITIES, Occurrence, occurrences
 from g2rpo.train.monitor.curves import CurveLine, heldout_line
 from g2rpo.train.monitor.scores import read_rows, right_of
 from g2rpo.train.run.folder import Run

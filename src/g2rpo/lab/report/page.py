@@ -39,7 +39,7 @@ from g2rpo.lab.report.verdict import (
     verdict,
 )
 from g2rpo.train.evaluation.untrained import RIGHT
-from g2rpo.train.monitor.advice import HELPS
+from g2rpo.train.monitor.alarms import HELPS
 from g2rpo.train.run.folder import Run
 
 ONE_PAGE_AT_A_TIME = Lock()

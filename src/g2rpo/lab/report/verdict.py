@@ -11,7 +11,7 @@ from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
 from g2rpo.train.evaluation.untrained import RIGHT
-from g2rpo.train.monitor.advice import HELPS
+from g2rpo.train.monitor.alarms import HELPS
 
 SMALL_EFFECT = 0.2
 """A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small

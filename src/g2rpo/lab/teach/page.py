@@ -17,7 +17,7 @@ from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.session import FIRST, Session
 from g2rpo.lab.web.page import ONE_AT_A_TIME, gr
-from g2rpo.train.monitor.clips import seconds_of
+from g2rpo.train.monitor.pictures import seconds_of
 
 USUAL_ANSWERS = 12
 """Answers of a session of usual length, which is the one that was measured (docs/teach.md)."""

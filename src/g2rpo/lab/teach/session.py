@@ -37,13 +37,12 @@ from g2rpo.core.statistics import Comparison, paired
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.votes import Vote
-from g2rpo.rewards.head import Choice, Head, fit
+from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
-from g2rpo.rewards.picture_features import Features, features_of
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.learner import Snapshot
 from g2rpo.train.monitor.alarms import is_large
-from g2rpo.train.monitor.clips import seconds_of, stills
+from g2rpo.train.monitor.pictures import seconds_of, stills
 from g2rpo.train.monitor.scores import save_pictures
 from g2rpo.train.trainer import Trainer
 

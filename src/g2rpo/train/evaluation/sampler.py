@@ -22,7 +22,7 @@ from g2rpo.rollout.scoring import decode, score
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control, Offer
 from g2rpo.train.evaluation.heldout import Evaluation, verdicts
 from g2rpo.train.evaluation.untrained import utility
-from g2rpo.train.monitor.clips import reduced
+from g2rpo.train.monitor.pictures import reduced
 
 
 @dataclass(frozen=True, kw_only=True)

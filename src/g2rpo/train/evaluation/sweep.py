@@ -30,7 +30,7 @@ from g2rpo.train.evaluation.controls import NO_CONTROL, TUNED, Control
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.evaluation.sampler import Drawing
 from g2rpo.train.evaluation.untrained import RIGHT, Controls, against_controls
-from g2rpo.train.monitor.clips import clip_of, seconds_of
+from g2rpo.train.monitor.pictures import clip_of, seconds_of
 from g2rpo.train.monitor.scores import (
     Scored,
     picture_of,

@@ -12,8 +12,7 @@ from g2rpo.core.errors import Stopped
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.listeners.listener import Ask, Listener
 from g2rpo.train.loop import Loop
-from g2rpo.train.monitor.advice import HELPS
-from g2rpo.train.monitor.alarms import Alarms, Scores
+from g2rpo.train.monitor.alarms import HELPS, Alarms, Scores
 from g2rpo.train.run.folder import Run
 
 UNSCORED = 5

@@ -10,7 +10,7 @@ from g2rpo.core.data import Row
 from g2rpo.train.listeners.early_stop import EarlyStop
 from g2rpo.train.listeners.listener import Ask, Listener
 from g2rpo.train.loop import Loop
-from g2rpo.train.run.log_rows import FIRST_LOOK
+from g2rpo.train.run.records import FIRST_LOOK
 
 
 @dataclass

@@ -16,8 +16,7 @@ from g2rpo.rollout.scoring import decode
 from g2rpo.train.evaluation.heldout import verdicts
 from g2rpo.train.listeners.listener import Listener
 from g2rpo.train.loop import Groups, Loop
-from g2rpo.train.monitor.clips import reduced, stills
-from g2rpo.train.monitor.pictures import PictureRow, save_grid
+from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, stills
 from g2rpo.train.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.train.run.folder import Run
 

@@ -16,8 +16,15 @@ from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.images import images_of, to_tensor
 from g2rpo.core.plain import as_json, read_lines_as
 from g2rpo.core.statistics import in_proportion, or_nan
-from g2rpo.train.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
-from g2rpo.train.monitor.pictures import beside, pil_of
+from g2rpo.train.monitor.pictures import (
+    beside,
+    clip_of,
+    pil_of,
+    read_clip,
+    reduced,
+    save_clip,
+    stills,
+)
 
 ScoreRow = dict[str, Any]
 PUT_BACK = "put the file back, or start again in another folder"

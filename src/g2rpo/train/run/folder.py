@@ -42,8 +42,7 @@ from g2rpo.core.plain import as_json, read_as, read_lines_as
 from g2rpo.train.monitor.scores import read_scores
 from g2rpo.train.run.checkpoint import checkpoints, newest_iteration
 from g2rpo.train.run.lock import enter_fresh, held
-from g2rpo.train.run.log_rows import read_log
-from g2rpo.train.run.records import PlannedAndMeasured, RunResults, Start, started
+from g2rpo.train.run.records import PlannedAndMeasured, RunResults, Start, read_log, started
 
 MAY_CHANGE = (
     "trainer.iterations",
