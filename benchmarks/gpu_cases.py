@@ -49,9 +49,9 @@ from g2rpo.core.types import Cond
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
+from g2rpo.lab.plan.kernels import RATES
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.lab.plan.rates import RATES
 from g2rpo.models import attention, catalogue
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, size_of

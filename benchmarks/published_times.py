@@ -2,7 +2,7 @@
 here.
 
     OMP_NUM_THREADS=1 python -m benchmarks.published_times --out benchmarks/results/published_times.json    # a minute
-    OMP_NUM_THREADS=1 python -m benchmarks.published_times --fit     # fits the constants of `lab.plan.rates` on one half
+    OMP_NUM_THREADS=1 python -m benchmarks.published_times --fit     # fits the constants of `lab.plan.kernels` on one half
 
 `published_times.json` has the figures. Before the first fit they were sorted by card, by kind and
 by the SHA-256 of what they said; every second one was held out. So are all that were measured later.
@@ -22,10 +22,10 @@ from unittest.mock import patch
 import numpy as np
 
 from g2rpo.config.read import load_config
-from g2rpo.lab.plan import autocast
+from g2rpo.lab.plan import fake_tensors
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.rates import RATES, Rates
+from g2rpo.lab.plan.kernels import RATES, Rates
 from g2rpo.lab.plan.trace import TracedCall, trace_calls
 from g2rpo.models.blueprint import read_blueprint
 
@@ -102,7 +102,9 @@ def traced(
         options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[model]]
     options += list(overrides or ())
     config = settled(load_config(RECIPES[model], options), cuda=True)
-    with patch.object(autocast, "FLOAT32_OPERATIONS", autocast.FLOAT32_OPERATIONS - {"rms_norm"}):
+    with patch.object(
+        fake_tensors, "FLOAT32_OPERATIONS", fake_tensors.FLOAT32_OPERATIONS - {"rms_norm"}
+    ):
         return getattr(
             trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True),
             what,

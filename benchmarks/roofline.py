@@ -4,7 +4,7 @@ and writing between them.
     OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # two minutes of one core
 
 A derivation, not a measurement: a call is traced on tensors without data, and timed by
-`g2rpo.lab.plan.rates`.
+`g2rpo.lab.plan.kernels`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from g2rpo.config.read import load_config
 from g2rpo.lab.plan.cards import find_card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.rates import ATTENTION, PRODUCTS, RATES, Roofline
+from g2rpo.lab.plan.kernels import ATTENTION, PRODUCTS, RATES, Roofline
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models.blueprint import read_blueprint
 

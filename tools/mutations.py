@@ -368,7 +368,7 @@ MUTATIONS = [
         "rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"
     ),
     Mutation(
-        "lab/plan/rewards.py",
+        "lab/plan/models.py",
         "* parse_dtype(dtype).itemsize",
         "* 4",
         "tests/rewards/test_declarations.py",

@@ -14,13 +14,12 @@ from g2rpo.cli.output import say, warn
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan import answer as answers
-from g2rpo.lab.plan.answer import PlanAnswer
+from g2rpo.lab.plan.answer import OnCard, PlanAnswer, on_cards
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import CountedIteration, Counts
-from g2rpo.lab.plan.fit import OnCard, on_cards
+from g2rpo.lab.plan.kernels import SPREAD
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
-from g2rpo.lab.plan.rates import SPREAD
 from g2rpo.lab.plan.seconds import PlannedSeconds
 
 

@@ -23,7 +23,7 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary_of
 from g2rpo.train.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.train.evaluation.untrained import in_figures, in_words, told
-from g2rpo.train.monitor.clips import clip_of
+from g2rpo.train.monitor.pictures import clip_of
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.lock import fresh_directory
 

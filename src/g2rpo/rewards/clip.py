@@ -66,7 +66,7 @@ class CLIPScore(PictureReward):
         return self.scale * self.encoder.similarity(images, prompts)
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """As `picture_features.PictureEncoder`."""
+        """As `rewards.head.PictureEncoder`."""
         return self.encoder.image_features(255 * images), self.encoder.text_features(prompts)
 
 

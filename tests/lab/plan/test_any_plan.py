@@ -10,7 +10,7 @@ from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.counting import count
-from g2rpo.lab.plan.known import KnownValues
+from g2rpo.lab.plan.fake_tensors import KnownValues
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import build_on_meta, read_blueprint, shapes_of

@@ -20,14 +20,12 @@ from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.plan import trace
+from g2rpo.lab.plan.answer import fewest, for_memory, overrides_of
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled, spread_evaluations
-from g2rpo.lab.plan.fit import fewest, for_memory, overrides_of
-from g2rpo.lab.plan.meter import Meter
-from g2rpo.lab.plan.model import KnownModels
+from g2rpo.lab.plan.kernels import RATES, Meter
+from g2rpo.lab.plan.models import KnownModels, cost_of_reward
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.lab.plan.rates import RATES
-from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models import load

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from g2rpo.cli.plan import show_cards
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.lab.plan import cards, fit
+from g2rpo.lab.plan import answer, cards
+from g2rpo.lab.plan.models import RewardCost
 from g2rpo.lab.plan.plan import _cautions
-from g2rpo.lab.plan.rewards import RewardCost
 from tests.support.commands import done, refused
 from tests.support.runs import config, fits
 
@@ -155,8 +155,8 @@ def test_activations_that_the_gradient_of_rewards_keeps_are_said_to_be_missing(n
 def test_a_table_of_80_columns_breaks_no_override():
     longest = [f"evaluation.rewards.{name}.options.device=cpu" for name in ("image_reward", "hps")]
     console = Console(file=io.StringIO(), width=80)
-    row = fit.OnCard(longest, 2**34, 2**35, 1e5, ("Assumed.", "On the CPU: hps."))
-    large = fit.OnCard([], 2**34, 2**36, 1e5, ("Assumed.",))
+    row = answer.OnCard(longest, 2**34, 2**35, 1e5, ("Assumed.", "On the CPU: hps."))
+    large = answer.OnCard([], 2**34, 2**36, 1e5, ("Assumed.",))
     show_cards("flux1-dev-lora", {"rtx6000ada": row, "a6000": row, "h100": large}, console)
     *table, commands, note, of_changes = console.file.getvalue().splitlines()
     assert f"changes 1: {' '.join(longest)}" == commands

@@ -7,17 +7,17 @@ import torch
 from torch.nn import functional as F
 
 from g2rpo.lab.plan import trace
-from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count
-from g2rpo.lab.plan.meter import Meter
-from g2rpo.lab.plan.rates import (
+from g2rpo.lab.plan.fake_tensors import CudaAutocast
+from g2rpo.lab.plan.kernels import (
     ATTENTION,
     CONVOLUTIONS,
     MOVING,
     PRODUCTS,
     RATES,
     Kernel,
+    Meter,
     Rates,
     Roofline,
     fixed_storages,

@@ -3,9 +3,9 @@
 import pytest
 
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.lab.plan import tokens
+from g2rpo.lab.plan import models
+from g2rpo.lab.plan.models import longest_prompt
 from g2rpo.lab.plan.plan import Planner
-from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.models.load import build_policy
 from tests.support.tiny_pipelines import save_tiny
 from tests.support.variants import few
@@ -47,7 +47,7 @@ def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(
 
 
 def test_models_that_pad_or_are_not_here_are_not_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "_counted", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(models, "_counted", lambda *arguments: 1 / 0)
     sana = save_tiny("SanaPipeline", tmp_path)
     for path in (str(sana), "testbed", "Tongyi-MAI/Z-Image", str(tmp_path / "nothing")):
         assert longest_prompt(PolicyConfig(path=path, height=32, width=32), PROMPTS) is None

@@ -113,7 +113,7 @@ class SceneCLIP(Reward):
         return (image_features(self.model, images.float().cpu()) * texts).sum(-1) * self.scale
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """As `picture_features.PictureEncoder`."""
+        """As `rewards.head.PictureEncoder`."""
         return image_features(self.model, images.float().cpu()), torch.stack(
             [self._text(prompt) for prompt in prompts]
         )

@@ -1,16 +1,183 @@
-"""`g2rpo plan`: estimates compute, memory and time of a run before launching it."""
+"""`g2rpo plan`: estimates compute, memory and time of a run before launching it, and overrides with
+which it fits into a card's memory, and on every card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.lab.plan.fit import fitting
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
+from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.models.catalogue import licence_of
+from g2rpo.models.quantized import installed
+from g2rpo.rewards.catalogue import declared_by, defaults_of, reward_kind
 from g2rpo.train.checks import check_quantized
+
+RELEVANT = 0.98
+"""A change that costs something is made where it leaves less than this share."""
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """Overrides that belong together. One that `keeps` the run's mathematics costs time or disk at
+    most."""
+
+    overrides: tuple[str, ...]
+    keeps: bool = False
+
+
+Measure = Callable[[Sequence[str]], float]
+"""Bytes of the run with overrides; infinite for a run that cannot be."""
+
+
+def overrides_of(changes: Sequence[PlanChange]) -> list[str]:
+    return [override for change in changes for override in change.overrides]
+
+
+def fewest(changes: Sequence[PlanChange], measure: Measure, limit: float) -> list[str] | None:
+    """The overrides of the fewest of the mildest `changes`, which come in this order, with which
+    the run is within the limit: [] if it is as it is, None if all are not enough.
+
+    All that keep the mathematics are made at once, for memory has several peaks; then one after the
+    other. In the end those are undone that were not needed, the most expensive first.
+    """
+    least, taken = measure([]), list[PlanChange]()
+    if least <= limit:
+        return []
+    free = [change for change in changes if change.keeps]
+    if free:
+        least, taken = measure(overrides_of(free)), free
+    for change in changes:
+        if least <= limit:
+            break
+        amount = math.inf if change.keeps else measure(overrides_of([*taken, change]))
+        if amount < RELEVANT * least:
+            least, taken = amount, [*taken, change]
+    if least > limit:
+        return None
+    for change in reversed(taken):
+        without = [other for other in taken if other is not change]
+        if measure(overrides_of(without)) <= limit:
+            taken = without
+    return overrides_of(taken)
+
+
+def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
+    """Changes that need less memory, the mildest first."""
+    yield from (PlanChange(tuple(each), keeps=True) for each in _free(config, ranks))
+    halved = [
+        f"{table}.{name}.options.dtype=bfloat16"
+        for table in ("rewards", "evaluation.rewards")
+        for name, options in _options(config, table)
+        if options.get("dtype") == "float32"
+    ]
+    if halved:
+        yield PlanChange(tuple(halved))
+    if config.policy.dtype == "float32":
+        yield PlanChange(("policy.dtype=bfloat16",))
+    whole = (
+        []
+        if config.trainer.sharding == "none" and ranks == 1
+        else ["trainer.sharding=none", "trainer.shard_group=all"]
+    )
+    if config.policy.tuning == "full":
+        yield PlanChange(("policy.tuning=lora", "optim.learning_rate=1e-4", *whole))
+    if config.policy.quantize == "none":  # full fine-tuning trains weights of full precision
+        for fewer_bits in ("int8", "nf4") if installed("bitsandbytes") else ("int8",):
+            yield PlanChange((f"policy.quantize={fewer_bits}",))
+
+
+def _free(config: Config, ranks: int) -> Iterator[Sequence[str]]:
+    """Changes that cost time or disk, from the least to the most expensive."""
+    if config.prompts.cache == "off":
+        yield ["prompts.cache=auto"]
+    if not config.policy.gradient_checkpointing:
+        yield ["policy.gradient_checkpointing=true"]
+    if config.sampling.decode_batch_size not in ("auto", 1):
+        yield ["sampling.decode_batch_size=1"]
+    if config.sampling.batch_size not in ("auto", *range(9)):
+        yield ["sampling.batch_size=8"]
+    if config.trainer.micro_batch_size > 1:
+        yield ["trainer.micro_batch_size=1"]
+    for table in ("evaluation.rewards", "rewards"):  # held-out rewards are called less often
+        if on_device := [
+            name
+            for name, options in _options(config, table)
+            if options.get("device", "cpu") != "cpu"
+        ]:
+            yield [f"{table}.{name}.options.device=cpu" for name in on_device]
+    if config.trainer.shard_group != "all":
+        yield ["trainer.shard_group=all"]
+    if ranks > 1 and config.policy.tuning == "full" and config.sampling.batch_size != "auto":
+        modes = ["none", "training", "full"]
+        yield from (
+            [f"trainer.sharding={mode}"]
+            for mode in modes[modes.index(config.trainer.sharding) + 1 :]
+        )
+
+
+def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
+    """All options of the rewards of one of the config's two tables; the device is the policy's
+    unless it is named."""
+    entries = config.rewards if table == "rewards" else config.evaluation.rewards
+    found = []
+    for name, entry in entries.items():
+        kind = reward_kind(name, entry)
+        if declared_by(kind) is kind:
+            defaults = defaults_of(kind)
+            placed = {"device": "auto"} if "device" in defaults else {}
+            found.append((name, {**defaults, **placed, **entry.options}))
+    return found
+
+
+def fitting(planner: Planner, target: Target) -> list[str] | None:
+    """The mildest overrides with which the run fits in the memory of `target`; [] if it does, None
+    if none are known."""
+
+    def needed(overrides: Sequence[str]) -> float:
+        try:
+            return planner.plan(*overrides, cuda=target.cuda).memory.needed
+        except UserError:  # a run that cannot be
+            return math.inf
+
+    return fewest(list(for_memory(planner.config, planner.ranks)), needed, target.capacity)
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """A run on a card, with the overrides by which it fits (None: none do). Bytes and seconds,
+    those of the run as it would be there; of the run as it is, where it does not fit."""
+
+    overrides: list[str] | None
+    needed: int
+    capacity: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """What is assumed, and what is not counted."""
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.overrides is not None}
+
+
+def on_cards(
+    recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: int | None = None
+) -> dict[str, OnCard]:
+    """The run on every card."""
+    planner = Planner(recipe, overrides, ranks, ranks_per_node)
+    rows = {}
+    for key, card in CARDS.items():
+        target = find_target(key)
+        extra = fitting(planner, target)
+        run = planner.plan(*(extra or ()))
+        seconds, notes = run.seconds(card).run, tuple(planner.notes(run))
+        rows[key] = OnCard(extra, run.memory.needed, target.capacity, seconds, notes)
+    return rows
+
 
 HOURS = (1, 3, 8, 24)
 """Times of which a plan says how many iterations they buy."""

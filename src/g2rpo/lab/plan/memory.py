@@ -10,8 +10,7 @@ from torch import nn
 from g2rpo.config.schema import Config
 from g2rpo.core.plans import Plan
 from g2rpo.lab.plan.counting import Counts
-from g2rpo.lab.plan.model import Model
-from g2rpo.lab.plan.rewards import RewardCost
+from g2rpo.lab.plan.models import Model, RewardCost
 from g2rpo.lab.plan.trace import Calls
 from g2rpo.models.blueprint import size_of
 from g2rpo.rewards.weights import parse_dtype

@@ -18,10 +18,8 @@ from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, settled, spread_evaluations
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
-from g2rpo.lab.plan.model import KnownModels, Model
-from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
+from g2rpo.lab.plan.models import KnownModels, Model, RewardCost, cost_of_reward, longest_prompt
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
-from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.models import load
 from g2rpo.models.blueprint import read_blueprint

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from g2rpo.lab.plan.cards import Card
-from g2rpo.lab.plan.rates import RATES
+from g2rpo.lab.plan.kernels import RATES
 from g2rpo.train.run.records import FIRST_LOOK
 
 if TYPE_CHECKING:

@@ -31,11 +31,9 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.core.updates import passes
-from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.counting import Counts, algorithm_key
-from g2rpo.lab.plan.known import KnownValues
-from g2rpo.lab.plan.meter import Meter
-from g2rpo.lab.plan.rates import Roofline, fixed_storages
+from g2rpo.lab.plan.fake_tensors import CudaAutocast, KnownValues
+from g2rpo.lab.plan.kernels import Meter, Roofline, fixed_storages
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.models.pipelines import Shapes
