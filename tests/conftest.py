@@ -150,7 +150,7 @@ def alone(of_the_user, monkeypatch):
     monkeypatch.setenv("G2RPO_CACHE", str(home / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setattr(plugins, "_allowed", set())
-    monkeypatch.setattr("g2rpo.cli.output.FIRST_SILENCE", 1e9)
+    monkeypatch.setattr("g2rpo.cli.life.FIRST_SILENCE", 1e9)
 
 
 @pytest.fixture(scope="session")

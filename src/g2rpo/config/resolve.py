@@ -50,7 +50,7 @@ def resolve(
     override of `algorithm.name` replaces the whole group by that algorithm's published defaults. A
     user's class that inherits from the algorithm of `data` is a variant of it, and keeps what it
     does not redefine. `notify` is called with what was kept or left out. With `mention`, an
-    algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
+    algorithm whose code may not be imported is a `plugins.Mentioned` one; without, it is refused.
     """
     allow_code(overrides)
     merged = _with_other_algorithm(data, overrides, source, notify)

@@ -205,7 +205,7 @@ class Run(RunFiles):
     ) -> Config:
         """The config, with overrides as for `config.resolve.resolve`.
 
-        An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention`
+        An algorithm whose code the user has not named is a `plugins.Mentioned` one; without `mention`
         it is refused.
         """
         if not self.config.is_file():
