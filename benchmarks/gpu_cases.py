@@ -42,10 +42,10 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Cond
 from g2rpo.core.devices import accelerator, empty_cache, pick_device
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Cond
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
@@ -55,13 +55,14 @@ from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models import attention, catalogue
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, size_of
-from g2rpo.models.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.models.embeddings import CachedEncoder
 from g2rpo.models.hub import located
 from g2rpo.models.load import policy_class
+from g2rpo.models.quantized import faults_of_quantization
 from g2rpo.models.spec import Model
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
-from g2rpo.train.checks import check_quantized
+from g2rpo.train.checks import faults_of_autocast
 from g2rpo.train.run.checkpoint import checkpoints, load_checkpoint, newest_iteration
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
@@ -162,10 +163,10 @@ def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> Diffuse
 
 
 def trainer_of(config: Config, policy: DiffusersPolicy) -> Trainer:
-    cached = CachedPolicy(policy, CachedEncoder(RandomText(policy), None, notify=print))
+    policy.stored = CachedEncoder(RandomText(policy), None, notify=print)
     return Trainer(
         config=config,
-        policy=cached,
+        policy=policy,
         rewards={"brightness": Brightness()},
         prompts=["a"],
         heldout=["a"],
@@ -337,8 +338,11 @@ def model(found: Found, case: Case) -> None:
     """Memory, seconds and repeatability of a recipe's calls and of its iterations."""
     config, shape = configured(case)
     config = settled(config, cuda=True)
-    check_quantized(config)
-    attention.check_attention(config.policy.attention, pick_device(config.policy.device))
+    refuse(faults_of_quantization(config.policy.quantize, config.policy.tuning))
+    refuse(faults_of_autocast(config))
+    refuse(
+        attention.faults_of_attention(config.policy.attention, pick_device(config.policy.device))
+    )
     device, counts = torch.device(pick_device(config.policy.device)), count(config, 1)
     rows, passed = counts.largest(lambda it: it.calls), counts.largest(lambda it: it.passes)
     pictures = min(int(config.sampling.decode_batch_size), counts.largest(lambda it: [it.images]))

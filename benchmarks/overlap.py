@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.machine import describe
 from g2rpo.config.read import load_config
 from g2rpo.train.build import Request, build
+from g2rpo.train.found import Given
 from g2rpo.train.trainer import Trainer
 
 
@@ -79,7 +80,7 @@ def main() -> None:
 def prepared(at_once: int | None, reward: Any, overrides: list[str]) -> Trainer:
     config = load_config("scenes", overrides)
     trainer = build(
-        Request(config=config, given={"rewards": dict.fromkeys(config.rewards, reward)})
+        Request(config=config, given=Given(rewards=dict.fromkeys(config.rewards, reward)))
     )
     trainer.collector.at_once = at_once
     return trainer

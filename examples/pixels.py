@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from g2rpo.config.resolve import resolve
-from g2rpo.core.types import Cond
+from g2rpo.core.data import Cond
 from g2rpo.rewards.analytic import Saturation
 from g2rpo.train.trainer import Trainer
 

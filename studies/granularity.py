@@ -25,9 +25,9 @@ import numpy as np
 
 from g2rpo.config.read import load_config
 from g2rpo.core.flow import tail
+from g2rpo.core.plans import Plan
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman
-from g2rpo.core.types import Plan
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.scoring import score_rollouts

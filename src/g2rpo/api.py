@@ -35,13 +35,12 @@ from g2rpo.lab.export.formats import export as write_export
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.sample import SampleConfig, painter, sample_config, tune
-from g2rpo.models import load
-from g2rpo.models.load import quiet_bars, warn_of_prompts
+from g2rpo.models.load import load_pipeline, quiet_bars
 from g2rpo.rewards.options import RewardConfig
-from g2rpo.train.ahead import policy_after_encoding
 from g2rpo.train.build import Request, build
 from g2rpo.train.evaluation.heldout import compare_evaluations
 from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.found import Given
 from g2rpo.train.monitor.trackers import METHODS, Tracker
 from g2rpo.train.run.folder import Run, entered
 from g2rpo.train.trainer import Trainer
@@ -74,17 +73,16 @@ def trainer(
     config.yaml the name of an object is "python", so commands that need it refuse: resume such a
     run from the program that began it. Raises UserError as the command does.
     """
-    objects = {
-        "algorithm": algorithm,
-        "policy": policy,
-        "rewards": rewards,
-        "judges": judges,
-        "prompts": prompts,
-        "heldout": heldout,
-        "trackers": trackers,
-    }
-    given = {name: thing for name, thing in objects.items() if thing is not None}
-    _check(overrides=overrides, **given)
+    given = Given(
+        policy=policy,
+        rewards=rewards,
+        judges=judges,
+        prompts=prompts,
+        heldout=heldout,
+        trackers=trackers,
+    )
+    objects = {**vars(given), "algorithm": algorithm}
+    _check(overrides=overrides, **{name: it for name, it in objects.items() if it is not None})
     if isinstance(recipe, Config) and overrides:
         raise UserError(
             "overrides: are for a recipe's name or a file; change the Config itself, by model_copy"
@@ -92,7 +90,7 @@ def trainer(
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
     if policy is None:
         config = completed(config, notify)
-    config = _without_objects(config, given)
+    config = _without_objects(config, given, algorithm)
     # a name or value that config.yaml could not hold would make the run one that nothing reads
     resolve_as(Config, config.model_dump(mode="json"), mention=True)
     if policy is None:
@@ -155,21 +153,21 @@ def _check(**given: Any) -> None:
                 )
 
 
-def _without_objects(config: Config, given: Mapping[str, Any]) -> Config:
+def _without_objects(config: Config, given: Given, algorithm: Algorithm | None) -> Config:
     """`config` with `PYTHON` in place of the name of each given object."""
     evaluation = config.evaluation
-    changes: dict[str, Any] = {key: given[key] for key in ("algorithm",) if key in given}
-    if "policy" in given:
+    changes: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
+    if given.policy is not None:
         changes["policy"] = config.policy.model_copy(update={"path": PYTHON, "pipeline": None})
-    if "prompts" in given:
+    if given.prompts is not None:
         changes["prompts"] = config.prompts.model_copy(update={"train": PYTHON})
-    if "heldout" in given:
+    if given.heldout is not None:
         evaluation = evaluation.model_copy(update={"prompts": PYTHON})
-    if "rewards" in given:
-        changes["rewards"] = _entries(given["rewards"], config.rewards)
-    if "judges" in given:
+    if given.rewards is not None:
+        changes["rewards"] = _entries(given.rewards, config.rewards)
+    if given.judges is not None:
         evaluation = evaluation.model_copy(
-            update={"rewards": _entries(given["judges"], evaluation.rewards)}
+            update={"rewards": _entries(given.judges, evaluation.rewards)}
         )
     return config.model_copy(update={**changes, "evaluation": evaluation})
 
@@ -214,15 +212,14 @@ def evaluate(
     _check(prompts=prompts, rewards=rewards)
     check_inputs(prompts)
     config = _config_of(run, False, seed)
-    loaded = load.load_pipeline(config.policy, tuning="frozen")
-    warn_of_prompts(loaded, prompts, print)
-    cached = policy_after_encoding(
-        loaded, Run(local(run)).read_config().prompts.cache, prompts, print
-    )
-    sampled = replace(config.sampler(cached, config.steps), decode_batch_size=PICTURES_AT_ONCE)
+    loaded = load_pipeline(config.policy, tuning="frozen")
+    loaded.warn_of(prompts, print)
+    cache = Run(local(run)).read_config().prompts.cache
+    policy = loaded.policy_after_encoding(prompts, cache, print)
+    sampled = replace(config.sampler(policy, config.steps), decode_batch_size=PICTURES_AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
     # base and tuned one after the other: only one model is on the device
-    tune(cached.policy, config)
+    tune(policy, config)
     return compare_evaluations(base, sampled.evaluate(prompts, rewards))
 
 

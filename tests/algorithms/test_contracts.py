@@ -10,7 +10,7 @@ from g2rpo import api
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Plan
+from g2rpo.core.plans import Plan
 from g2rpo.models.gaussian import GaussianPolicy
 from tests.support.runs import PROMPTS, brightness, darkness
 

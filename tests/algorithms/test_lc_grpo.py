@@ -11,8 +11,8 @@ import torch
 from torch.testing import assert_close
 
 from examples.algorithms.lc_grpo import LCGRPO, langevin_kernel
+from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import flow_sde, ode_step, sde_step, sigma_grid
-from g2rpo.core.types import Batch, Example
 from g2rpo.lab.plan.counting import count
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations

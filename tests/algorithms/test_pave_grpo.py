@@ -7,8 +7,8 @@ import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import PaveGRPO
+from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.types import Batch, Example
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.updater import Trained
 from tests.support.tolerances import rounding

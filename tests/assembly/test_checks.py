@@ -17,13 +17,13 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.read import load_config
 from g2rpo.config.resolve import differences
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.data.prompts import build_prompts, starter_caution, trained_on
 from g2rpo.models import hub, load
 from g2rpo.models.blueprint import trained_on_meta
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import missing_parts
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train import checks

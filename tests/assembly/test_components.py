@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from g2rpo.config.read import load_config
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import joined
 from g2rpo.core.errors import UserError
 from g2rpo.models import load
 from g2rpo.models.catalogue import flux, sd3
+from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import build_rewards, check_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.checks import lacks_of_device

@@ -11,10 +11,10 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from g2rpo.config.read import load_config
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.models import blueprint, load, pipeline_files
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import weight_files
 from g2rpo.train.checks import check_input_pictures
 from g2rpo.train.consistency import Wanted

@@ -17,7 +17,7 @@ from g2rpo.lab.plan.counting import count
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train.build import Request, build
-from g2rpo.train.listeners.evaluations import FIRST_LOOK
+from g2rpo.train.run.records import FIRST_LOOK
 
 ROOT = Path(__file__).parents[2]
 REAL = [

@@ -3,7 +3,7 @@
 import pytest
 
 from g2rpo.core.errors import Stopped, UserError, did_you_mean, shown, where
-from g2rpo.core.types import Plan
+from g2rpo.core.plans import Plan
 
 
 def test_near_matches_come_before_words_that_contain_it_before_all_that_are_known():

@@ -11,15 +11,16 @@ from PIL import Image
 
 from g2rpo import api
 from g2rpo.config.resolve import resolve
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import images
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import digest_of_prompts, read_inputs
-from g2rpo.core.types import Frames, Prompt
+from g2rpo.core.types import Frames
 from g2rpo.data.sources import read_prompts
 from g2rpo.models import load
 from g2rpo.models.embedding_cache import cache_embeddings
 from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore
+from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
 from tests.support.runs import (

@@ -8,7 +8,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.lab.check_model import load_saved
 from g2rpo.lab.export.formats import EXPORT_FORMATS, merge
@@ -16,6 +15,7 @@ from g2rpo.lab.export.weights import final, transformer_folder
 from g2rpo.models import hub, load
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.spec import parameters_of
 from g2rpo.train.model_card import CARD, header_of
 from g2rpo.train.run.checkpoint import save_checkpoint

@@ -8,15 +8,21 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
-from g2rpo.core.types import Cond
 from g2rpo.models import embeddings, load
 from g2rpo.models.embedding_cache import cache_embeddings
-from g2rpo.models.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
+from g2rpo.models.embeddings import (
+    CachedEncoder,
+    CachedPolicy,
+    DamagedEmbedding,
+    EmbeddingStore,
+    encode_ahead,
+)
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.train.ahead import encode_ahead, prompts_to_come
+from g2rpo.models.options import PolicyConfig
+from g2rpo.train.ranks import prompts_to_come
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
 from tests.support.tiny import save_flux

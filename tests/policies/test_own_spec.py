@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 
 from g2rpo import api
 from g2rpo.config.read import completed
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.models import catalogue, load
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import build_shallow, read_blueprint
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.replay import Script, replay
 from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.run.folder import Run

@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.models import load
+from g2rpo.models.options import PolicyConfig
 from tests.support.commands import done, refused
 from tests.support.policies import moved
 from tests.support.tolerances import network

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import digest_of_prompts
 from g2rpo.core.plain import LARGEST_FILE
-from g2rpo.core.types import Prompt
 from g2rpo.data import formats
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.data.sources import LONGEST, read_prompts

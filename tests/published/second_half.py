@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.core.types import Cond, Example, Rollout
+from g2rpo.core.data import Cond, Example
+from g2rpo.core.plans import Rollout
 from g2rpo.train.trainer import Trainer
 from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt

@@ -9,11 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import FDFO
+from g2rpo.core.data import Batch, Example
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Batch, Example
 from g2rpo.core.updates import updates_of
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine

@@ -9,8 +9,8 @@ from examples import nano_g2rpo
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
+from g2rpo.core.data import Batch
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.types import Batch
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.reference import rollout
 from g2rpo.train.build import Request, build

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from g2rpo.core import plugins
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil, to_uint8
-from g2rpo.core.types import Prompt
 from g2rpo.rewards.catalogue import build_rewards, check_rewards
 from g2rpo.rewards.geneval import Colours, GenEval, TransformersDetector
 from g2rpo.rewards.geneval_scoring import Detection, Task

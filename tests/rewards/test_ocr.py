@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from g2rpo.config.read import load_config
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_tensor
-from g2rpo.core.types import Prompt
 from g2rpo.rewards import ocr
 from g2rpo.rewards.ocr import OCR, edit_distance
 from g2rpo.train.build import show_prompts

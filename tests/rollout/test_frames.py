@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.types import CallableReward, Frames, Prompt
+from g2rpo.core.types import CallableReward, Frames
 from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.catalogue import build_rewards, configured
 from g2rpo.rewards.options import RewardConfig

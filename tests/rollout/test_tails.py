@@ -11,7 +11,7 @@ import torch
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sde_kernel, sigma_grid
-from g2rpo.core.types import Plan
+from g2rpo.core.plans import Plan
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations

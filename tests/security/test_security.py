@@ -18,14 +18,15 @@ from safetensors.torch import save
 from transformers import CLIPConfig, CLIPModel
 
 import g2rpo
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.http import NoAnswer, Refused, address, request_json, token_from
 from g2rpo.data.sources import read_prompts
 from g2rpo.lab.plan.models import cost_of_reward
 from g2rpo.lab.report.history import read_runs
-from g2rpo.models.blueprint import on_meta, read_blueprint
+from g2rpo.models.blueprint import read_blueprint
 from g2rpo.models.load import build_policy
+from g2rpo.models.meta import on_meta
+from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.remote import RemoteReward

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
-from g2rpo.core.data import Precision
+from g2rpo.core.data import Cond, Precision
 from g2rpo.core.distributed import ALONE
 from g2rpo.core.images import read_inputs
-from g2rpo.core.types import Cond
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.models.sharding import Replicated
 from g2rpo.train.collector import Groups

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.data import Batch, Loss
 from g2rpo.core.flow import ode_step
 from g2rpo.core.objectives import clipped_surrogate
-from g2rpo.core.types import Batch, Loss, Network
+from g2rpo.core.types import Network
 
 
 @dataclass(frozen=True)

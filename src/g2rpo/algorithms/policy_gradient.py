@@ -15,8 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from g2rpo.core.data import Batch, Example, Loss
+from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
-from g2rpo.core.types import Algorithm, Batch, Draw, Example, Loss, Network, Normal, Rollout
+from g2rpo.core.plans import Rollout
+from g2rpo.core.types import Algorithm, Draw, Network
 
 
 @dataclass(frozen=True, kw_only=True)

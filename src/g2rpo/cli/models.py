@@ -70,7 +70,7 @@ def sample(
     ] = None,
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
-    from g2rpo.core.types import Prompt
+    from g2rpo.core.data import Prompt
     from g2rpo.data.sources import read_prompts
     from g2rpo.lab.sample import sample as draw
     from g2rpo.lab.sample import sample_config

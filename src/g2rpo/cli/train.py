@@ -149,7 +149,7 @@ def encode(
     ] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
-    from g2rpo.train.ahead import encode as run
+    from g2rpo.lab.encode import encode as run
 
     with Output() as emit:
         count, new = run(recipe, overrides or [], emit)

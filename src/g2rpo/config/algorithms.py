@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -42,9 +42,10 @@ from g2rpo.algorithms.g2rpo_variants import EGRPO, PaveGRPO
 from g2rpo.algorithms.reward_gradient import FDFO, OPSD, ReFL
 from g2rpo.algorithms.self_opd import SelfOPD
 from g2rpo.core import plugins
+from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.plugins import PYTHON, Mentioned, recorded
-from g2rpo.core.types import Algorithm
+from g2rpo.core.types import Algorithm, Reward
 
 ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ and its name here
     kind.name: kind
@@ -142,7 +143,7 @@ def other(value: Any, info: ValidationInfo) -> Any:
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
     """Validates the fields of a dataclass as strictly as the rest of a config."""
-    from g2rpo.config.schema import Section
+    from g2rpo.core.plain import Section
 
     return TypeAdapter(create_model("Fields", __base__=Section, it=(kind, ...)))
 
@@ -150,6 +151,39 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 def dump(algorithm: Any) -> dict[str, Any]:
     """An algorithm as plain data, with its name."""
     return {"name": config_name(algorithm), **recorded(algorithm)}
+
+
+def faults_of_gradients(
+    algorithm: Algorithm,
+    rewards: Mapping[str, Reward | type[Reward]],
+    weights: Mapping[str, float],
+    scored_by_frames: frozenset[str] = frozenset(),
+) -> Iterator[str]:
+    """Of an algorithm that learns from the gradient of `rewards` (or their classes), of which some
+    have none. One of weight 0 needs none; that of chosen frames of a clip has none, nor have those
+    that are named in `scored_by_frames`.
+
+    It is asked of the rewards' classes before anything is loaded, and of the rewards when a trainer
+    is built: only then is it known of some of the user's own.
+    """
+    if not algorithm.uses_rewards:
+        return
+    having = {
+        name: reward.differentiable and reward.frames is None and name not in scored_by_frames
+        for name, reward in rewards.items()
+        if weights[name]
+    }
+    without = [name for name, has_one in having.items() if not has_one]
+    if not without:
+        return
+    others = [name for name, has_one in having.items() if has_one]
+    beside = f" (but {', '.join(others)})" if others else ""
+    needing = " and ".join(name for name, kind in ALGORITHMS.items() if kind.uses_rewards)
+    yield (
+        f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}"
+        f"{beside}; take them out, or another algorithm: all but {needing} need no gradient. docs/rewards.md lists the "
+        "rewards that have one, of pictures"
+    )
 
 
 if TYPE_CHECKING:

@@ -10,13 +10,22 @@ from typing import Any
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, config_name, with_name
 from g2rpo.config.resolve import read_yaml, resolve
-from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.schema import Config
 from g2rpo.config.work import plans_in, trained_sigmas_of
 from g2rpo.core.errors import UserError, counted, refuse
 from g2rpo.core.files import local
 from g2rpo.core.flow import sigma_grid
 from g2rpo.models.adapters import endings
-from g2rpo.models.continued import _transformer, adapter_of
+from g2rpo.models.blueprint import adapter_of, transformer_of
+from g2rpo.models.options import PolicyConfig
+
+
+def read(
+    recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None
+) -> Config:
+    """The config of a recipe's name or a YAML file, with overrides, complete: with the rank, alpha
+    and targets of the adapter that it continues. `notify` is told what was left out or added."""
+    return completed(load_config(recipe, overrides, notify), notify)
 
 
 def load_config(
@@ -24,7 +33,7 @@ def load_config(
 ) -> Config:
     """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the
     keys that an override drops, and if a folder has the recipe's name. No weights are opened:
-    `adapters.completed` reads the adapter that is continued."""
+    `completed` reads the adapter that is continued."""
     is_file = recipe.endswith((".yaml", ".yml"))
     if is_file:
         refuse(_faults_of_file(recipe))
@@ -128,7 +137,7 @@ def completed(config: Config, notify: Callable[[str], None] = lambda message: No
     start = adapter_of(policy)
     if policy.tuning == "full" or start is None:
         return config
-    names = [name for name, _ in _transformer(policy).named_modules()]
+    names = [name for name, _ in transformer_of(policy).named_modules()]
     own = {
         "lora_rank": start.rank,
         "lora_alpha": start.scale * start.rank,

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
 from g2rpo.config.complaints import REWARD_TABLES, complaints, truths
-from g2rpo.config.schema import Config, Section
+from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, refuse
-from g2rpo.core.plain import DEPTH, parse_yaml, read_text
+from g2rpo.core.plain import DEPTH, Section, parse_yaml, read_text
 from g2rpo.core.plugins import PYTHON
 
 LARGEST_YAML = 2**18

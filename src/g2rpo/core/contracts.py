@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.data import Cond
+from g2rpo.core.data import Cond, Loss
 from g2rpo.core.errors import Stopped, UserError, placed, refuse, shown, where
-from g2rpo.core.types import Algorithm, Loss, Plan
+from g2rpo.core.plans import Plan
+from g2rpo.core.types import Algorithm
 
 Fault = tuple[str, str]
 """What a method of an algorithm should return, and what it returned."""

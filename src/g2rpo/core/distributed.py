@@ -22,7 +22,7 @@ from torch import Tensor
 from g2rpo.core.devices import accelerator
 from g2rpo.core.errors import RankLost, UserError, out_of_device_memory, placed
 from g2rpo.core.plain import parse_as
-from g2rpo.core.types import Plan
+from g2rpo.core.plans import Plan
 
 Items = TypeVar("Items", list[str], Sequence[str], list[Plan], Tensor)
 

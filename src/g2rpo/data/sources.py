@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError, loading, placed, shown
 from g2rpo.core.files import local, refuse_other
 from g2rpo.core.images import check_pictures
 from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_text
-from g2rpo.core.types import Prompt
 from g2rpo.data.formats import (
     COLUMNS,
     column_of,

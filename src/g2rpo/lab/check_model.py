@@ -19,19 +19,20 @@ from torch import Tensor
 
 from g2rpo.config.read import load_config
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import PolicyConfig, Section
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
 from g2rpo.core.images import read_inputs
+from g2rpo.core.plain import Section
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.models import load
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.load import load_pipeline
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast
 from g2rpo.models.replay import ONE_TIME, guiding, opaque
 from g2rpo.models.spec import PipelineSpec
@@ -121,9 +122,9 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
             f"policy.lora_above={config.lora_above:g}: in the pipeline's own call, with which a model is compared, an "
             "adapter acts at all steps; take it out"
         )
-    loaded = load.load_pipeline(config)
-    kind_of, spec, device = loaded.kind, loaded.kind.spec, loaded.setting["device"]
-    options = loaded.config
+    loaded = load_pipeline(config)
+    kind_of, spec, device = loaded.found.policy, loaded.found.spec, loaded.setting["device"]
+    options = loaded.found.options
     if spec.frames is not None and config.num_frames is None:
         options = options.model_copy(
             update={"num_frames": 1 + int(getattr(loaded.pipeline, spec.frames))}
@@ -134,7 +135,7 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
         place = Path(folder)
 
         def pipeline() -> Any:
-            return next(pipelines, None) or load.load_pipeline(config).pipeline
+            return next(pipelines, None) or load_pipeline(config).pipeline
 
         found = reported(
             checks(pipeline, kind_of, options, prompts_for(spec, place), place, device)

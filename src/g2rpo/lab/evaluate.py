@@ -13,26 +13,23 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
-from g2rpo.config.schema import Config, Section
+from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.devices import pick_device
-from g2rpo.core.errors import UserError, counted, placed
+from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.events import Emit, Line, Progress, cautions, silent
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
 from g2rpo.core.images import digest_of_prompts
+from g2rpo.core.plain import Section
 from g2rpo.core.stopping import stoppable
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.sample import tune
-from g2rpo.models import load
-from g2rpo.models.blueprint import read_blueprint
-from g2rpo.models.continued import digests_of
-from g2rpo.models.embedding_cache import pipeline_identity
-from g2rpo.models.load import warn_of_prompts
-from g2rpo.rewards.catalogue import build_rewards, check_rewards
+from g2rpo.models.blueprint import blueprint_of
+from g2rpo.models.load import find_pipeline, load_pipeline
+from g2rpo.rewards.catalogue import find_rewards
 from g2rpo.rewards.options import RewardTable
-from g2rpo.train.ahead import policy_after_encoding
 from g2rpo.train.checks import check_rewards_alone
-from g2rpo.train.consistency import check_clips
+from g2rpo.train.consistency import faults_of_clips
 from g2rpo.train.evaluation.controls import default_controls
 from g2rpo.train.evaluation.sweep import (
     SWEEP_MAY_CHANGE,
@@ -126,8 +123,8 @@ def step_counts(text: str) -> list[int]:
 def with_controls(config: JudgingConfig) -> JudgingConfig:
     """The evaluation with the default controls of its model."""
     c = config.policy
-    _, name = load.locate_pipeline(c.path, c.pipeline, c.kind)
-    spec, blueprint = load.policy_class(c, name).spec, read_blueprint(c)
+    found = find_pipeline(c)
+    spec, blueprint = found.spec, blueprint_of(found)
     pipeline = SimpleNamespace(config=SimpleNamespace(**blueprint.options))
     network = SimpleNamespace(**blueprint.parts["transformer"][1])
     scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
@@ -150,8 +147,9 @@ def evaluate(
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
     if controls:
         config = with_controls(config)
-    check_rewards(config.rewards)  # cheap checks first
-    check_clips(config.rewards, config.policy)
+    kinds = find_rewards(config.rewards).values()  # cheap checks first
+    refuse(fault for kind in kinds for fault in kind.faults())
+    refuse(faults_of_clips(kinds, config.policy))
     prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     out = out or first_usable("evaluation", partial(_check_folder, config=config))
@@ -172,16 +170,17 @@ def evaluate(
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     """Digests of prompts, tuned weights and model, to detect changes before the evaluation is
     continued."""
+    digests = find_pipeline(config.policy).digests()
     contents = {
         "prompts": digest_of_prompts(prompts),
-        "model": pipeline_identity(config.policy.path),
-        **digests_of(config.policy),
+        "model": digests.pop("policy.path"),
+        **digests,
     }
     if config.weights is not None:
-        weights, digests = local(config.weights), FileDigests(None)
+        weights, of = local(config.weights), FileDigests(None)
         check_weights(weights)
         contents["weights"] = (
-            digests.of(weights) if weights.is_file() else digests.of_folders(weights, [weights])
+            of.of(weights) if weights.is_file() else of.of_folders(weights, [weights])
         )
     return contents
 
@@ -204,18 +203,19 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
-    check_rewards_alone(config.rewards)
+    kinds = check_rewards_alone(config.rewards)
     emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
     prompts = (
         prompt
         for chunk in missing
         for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
     )
-    loaded = load.load_pipeline(config.policy, tuning="frozen")
-    warn_of_prompts(loaded, judging.prompts, cautions(emit))
-    cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
-    use_weights = partial(tune, cached.policy, config)
-    rewards = build_rewards(config.rewards, pick_device(config.policy.device))
+    loaded = load_pipeline(config.policy, tuning="frozen")
+    loaded.warn_of(judging.prompts, cautions(emit))
+    policy = loaded.policy_after_encoding(prompts, config.cache, cautions(emit), emit=emit)
+    use_weights = partial(tune, policy, config)
+    device = pick_device(config.policy.device)
+    rewards = {name: kind.build(device) for name, kind in kinds.items()}
     if config.weights is not None:
         take_stored(rewards, local(config.weights).parent, cautions(emit))
     done = len(judging.chunks()) - len(missing)
@@ -233,7 +233,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
         emit(Progress("judging", "pictures", pictures, total))
 
     advance(0)
-    judging.run(missing, cached, use_weights, rewards, advance)
+    judging.run(missing, policy, use_weights, rewards, advance)
 
 
 def _save_grid(judging: Judging, steps: int) -> None:

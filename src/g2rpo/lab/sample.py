@@ -22,10 +22,9 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_empty, local, whole_file, writing
 from g2rpo.core.images import check_inputs, images_of, to_pil
-from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
-from g2rpo.models.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.models.load import warn_of_prompts
+from g2rpo.models.embeddings import EncodedPrompts
+from g2rpo.models.load import load_pipeline, load_weights
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
@@ -91,7 +90,7 @@ def sample_config(
 def tune(policy: DiffusersPolicy, config: Drawing) -> None:
     """Loads the tuned weights of `config`, if any, into the policy."""
     if config.weights is not None:
-        load.load_weights(policy, local(config.weights), config.policy.path, config.strength)
+        load_weights(policy, local(config.weights), config.policy.path, config.strength)
 
 
 def painter(
@@ -102,18 +101,14 @@ def painter(
     """The sampler of a model with its weights. `prompts` are encoded before the transformer is on
     the device, and are then the only ones that it draws; `notify` is told of those that are not
     read to their end."""
-    loaded = load.load_pipeline(config.policy, tuning="frozen")
-    warn_of_prompts(loaded, prompts or (), notify)
-    encoded = (
-        None
-        if prompts is None
-        else EncodedPrompts(loaded.text, config.control.guiding.encoded(prompts))
-    )
-    policy = loaded.policy()
+    loaded = load_pipeline(config.policy, tuning="frozen")
+    loaded.warn_of(prompts or (), notify)
+    stored = None
+    if prompts is not None:
+        stored = EncodedPrompts(loaded.text, config.control.guiding.encoded(prompts))
+    policy = loaded.policy(stored=stored)
     tune(policy, config)
-    return config.sampler(
-        policy if encoded is None else CachedPolicy(policy, encoded), config.steps
-    )
+    return config.sampler(policy, config.steps)
 
 
 def sample(

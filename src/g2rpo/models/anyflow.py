@@ -17,6 +17,7 @@ from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Policy
+from g2rpo.models.embeddings import Stored
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipelines import (
     Shapes,
@@ -58,6 +59,8 @@ class DiffusersPolicy(Policy):
     """
 
     spec: ClassVar[PipelineSpec]
+    stored: Stored | None = None
+    """Conditioning in place of the text encoders'."""
     _for_loss = False
 
     def __init__(
@@ -299,6 +302,8 @@ class DiffusersPolicy(Policy):
         return sigmas
 
     def encode(self, prompts: Sequence[str]) -> Cond:
+        if self.stored is not None:
+            return self.stored.encode(prompts)
         return self.text.encode(prompts, guided=self.guided)
 
     @torch.no_grad()

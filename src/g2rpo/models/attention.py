@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from g2rpo.core.errors import UserError
 
 Attention = Literal["auto", "cudnn", "flash", "flash2", "flash3", "efficient", "math"]
 BACKENDS: Mapping[str, str] = {
@@ -38,17 +36,13 @@ def attention_kinds(device: str) -> list[str]:
     ]
 
 
-def check_attention(kind: Attention, device: str) -> None:
-    """UserError if this installation has no such attention for `device`."""
+def faults_of_attention(kind: Attention, device: str) -> Iterator[str]:
+    """Why this installation has no such attention for `device`."""
     if kind not in (have := attention_kinds(device)):
         package = f" (it needs the package {PACKAGES[kind]})" if kind in PACKAGES else ""
-        raise UserError(
-            f"policy.attention={kind} is not available for {device}{package}; available: {', '.join(have)}"
-        )
-    if kind == "cudnn" and mixes_layouts(torch.device(device)):
-        raise UserError(
-            f"policy.attention=cudnn: with torch {torch.__version__} its gradients are wrong; take auto or flash"
-        )
+        yield f"policy.attention={kind} is not available for {device}{package}; available: {', '.join(have)}"
+    elif kind == "cudnn" and mixes_layouts(torch.device(device)):
+        yield f"policy.attention=cudnn: with torch {torch.__version__} its gradients are wrong; take auto or flash"
 
 
 def mixes_layouts(device: torch.device) -> bool:

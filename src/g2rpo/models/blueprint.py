@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.core.errors import loading
-from g2rpo.models import catalogue, hub, load, pipeline_files
+from g2rpo.core.errors import loading, refuse
+from g2rpo.models import catalogue, hub
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.adapters import Adapter, check_fit
 from g2rpo.models.anyflow import DiffusersPolicy
-from g2rpo.models.meta import Part, Uninitialised, on_meta
+from g2rpo.models.load import Pipeline, check_pipeline, find_pipeline, policy_class
+from g2rpo.models.meta import Uninitialised, on_meta
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import (
     INDEX,
@@ -28,6 +31,7 @@ from g2rpo.models.pipeline_files import (
     read_file,
 )
 from g2rpo.models.pipelines import Shapes, keep_two_blocks
+from g2rpo.models.published import Part
 from g2rpo.models.tuning import tuned
 
 
@@ -48,14 +52,21 @@ class Blueprint:
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
-    """The blueprint of `config.path`: a known hub id's published one, or the one in the config.json
-    files of a folder or hub repository."""
-    if (known := published(config.path, config.kind)) is not None:
-        load.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
+    """The blueprint of `config.path`: a known hub id's published one, or that of its files."""
+    if (known := published(config.path, config.kind)) is None:
+        return blueprint_of(find_pipeline(config))
+    check_pipeline(config.path, known.kind, config.pipeline, config.kind)
+    return known
+
+
+def blueprint_of(found: Pipeline) -> Blueprint:
+    """The blueprint in the config.json files of a folder or hub repository; a known hub id's
+    published one."""
+    if (known := published(found.name, found.options.kind)) is not None:
         return known
-    path, kind = load.locate_pipeline(config.path, config.pipeline, config.kind)
-    if config.kind is None:
-        pipeline_files.check_files(config.path, path, catalogue.optional_parts(kind))
+    path, kind = found.path, found.kind
+    if found.own_kind:
+        refuse(found.faults_of_files())
     index = read_file(path, INDEX, download=True)
     models = {name: entry for name, entry in parts_in(index).items() if name.startswith(MODELS)}
     parts = {
@@ -145,7 +156,7 @@ def _built(
     # no kernel runs here, but "math" has the scores as a tensor
     kind = "math" if config.attention == "math" else "auto"
     config = config.model_copy(update={"attention": kind, "compile": False})
-    policy = load.policy_class(config, blueprint.kind)
+    policy = policy_class(config, blueprint.kind)
     with loading(f"policy.path={config.path}"), Uninitialised():
         return policy(pipeline, hub.located(config), device="meta")
 
@@ -155,15 +166,36 @@ def shapes_of(policy: DiffusersPolicy, blueprint: Blueprint) -> Shapes:
     return policy.shapes(blueprint.clip_tokens, blueprint.text_tokens)
 
 
+def transformer_of(options: PolicyConfig) -> nn.Module:
+    """The transformer of a config, without weights."""
+    return on_meta(read_blueprint(options).parts["transformer"])
+
+
+def adapter_of(options: PolicyConfig) -> Adapter | None:
+    """The adapter of a config, which fits its model; None if it has none."""
+    if options.adapter is None:
+        return None
+    import diffusers
+
+    blueprint = read_blueprint(options)
+    transformer = on_meta(blueprint.parts["transformer"])
+    pipeline = getattr(diffusers, blueprint.kind, None)
+    names = catalogue.names_of(options.kind)
+    adapter = read_adapter(hub.find_adapter(options.adapter), pipeline, transformer, names)
+    check_fit(f"policy.adapter={options.adapter}", adapter, transformer)
+    return adapter
+
+
 def size_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, shared ones once."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def trained_on_meta(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+def trained_on_meta(
+    blueprint: Blueprint, config: PolicyConfig
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """The transformer of a run of `config`, and its trained parameters by name, in order."""
-    blueprint = read_blueprint(config)
-    targets = load.policy_class(config, blueprint.kind).spec.lora_targets
+    targets = policy_class(config, blueprint.kind).spec.lora_targets
     transformer = on_meta(blueprint.parts["transformer"])
     plain = config.model_copy(update={"adapter": None, "quantize": "none"})
     return transformer, tuned(

@@ -9,8 +9,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -18,9 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from g2rpo.core.contracts import check_embeddings
-from g2rpo.core.files import FileDigests, digest_of, write_whole
+from g2rpo.core.data import Cond
+from g2rpo.core.errors import UserError, counted
+from g2rpo.core.events import Emit, Line, Progress, silent
+from g2rpo.core.files import FileDigests, cache_root, digest_of, in_bytes, local, write_whole
 from g2rpo.core.images import content_of
-from g2rpo.core.types import Cond, Policy
+from g2rpo.models.options import PolicyConfig
 
 FORMAT = 3
 """Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
@@ -205,6 +209,38 @@ class CachedEncoder:
         return row
 
 
+def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = silent) -> bool:
+    """Stores the embeddings of `prompts` and parks the text encoders; False, and nothing is parked,
+    if they do not fit.
+
+    The size of the first embedding predicts the rest, so a disk that is too small is detected
+    before it is filled.
+    """
+    if encoder.store is None:
+        return False
+    missing = encoder.missing(prompts)
+    if missing:
+        if not encoder.fill(missing[:1]):
+            return False
+        size = in_bytes(encoder.store.size(missing[0]) * len(missing))
+        if not encoder.store.fits(len(missing) - 1, like=missing[0]):
+            encoder.notify(
+                f"embedding cache {encoder.store.folder}: {counted(len(missing), 'prompt')} need {size}, more than is free"
+            )
+            return False
+        emit(Line(f"encoding {counted(len(missing), 'prompt')}, {size} in {encoder.store.folder}"))
+        done = count(1)
+
+        def advance() -> None:
+            emit(Progress("encoding", "prompts", next(done), len(missing)))
+
+        advance()
+        if not encoder.fill(missing[1:], advance):
+            return False
+    encoder.park()
+    return True
+
+
 class EncodedPrompts:
     """Encodes `prompts`, one at a time, and keeps their conditioning in memory; the text encoders
     then leave the device."""
@@ -222,35 +258,59 @@ class EncodedPrompts:
         return Cond.join([self._rows[prompt] for prompt in prompts])
 
 
-P = TypeVar("P", bound=Policy)
+Stored = CachedEncoder | EncodedPrompts
+"""Conditioning that a policy takes in place of its text encoders'."""
+
+NOT_IN_EMBEDDINGS = {
+    "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning",
+    "lora_rank", "lora_alpha", "lora_targets", "lora_init", "lora_above", "gradient_checkpointing", "truncate_timesteps",
+    "detach_negative", "published_pictures", "vae_tiling", "quantize", "attention", "autocast", "compile", "adapter",
+}  # fmt: skip
+"""Settings of a policy that text embeddings do not depend on. All others are part of their key."""
+OF_PICTURES = {"height", "width", "vae_tiling"}
+"""Those on which encoded input pictures depend."""
+NO_ENCODERS = ("transformer", "scheduler")
+"""How parts of a pipeline are named that encode nothing; its VAE encodes input pictures."""
 
 
-OPTIONAL = (
-    "dtype", "grid", "deployed", "lora_loader", "input_pictures", "seconds", "in_loss", "unguided",
-)  # fmt: skip
-"""Attributes that some policies have (`types.Policy`)."""
+def open_store(
+    cache: str,
+    options: PolicyConfig,
+    content: Callable[[FileDigests, Callable[[str], bool]], Mapping[str, Any]],
+    *,
+    edits: bool,
+    guided: bool,
+) -> EmbeddingStore | None:
+    """The store of `prompts.cache`: "auto", "off" (None) or a folder. `content` identifies the parts
+    of the pipeline that a predicate of their names chooses; `edits`: input pictures are encoded too,
+    `guided`: the negative prompt is."""
+    if cache == "off":
+        return None
+    root = local(cache) if cache != "auto" else cache_root() / "embeddings"
+    left_out = NOT_IN_EMBEDDINGS - (OF_PICTURES if edits else set())
+    unread = NO_ENCODERS if edits else (*NO_ENCODERS, "vae")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        identity = {
+            **content(FileDigests(root / "digests.json"), lambda part: not part.startswith(unread)),
+            "settings": options.model_dump(mode="json", exclude=left_out),
+            "guided": guided,
+            "libraries": _libraries(),
+        }
+        return EmbeddingStore(root, identity)
+    except OSError as error:
+        hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
+        raise UserError(
+            f"embedding cache {root}: cannot be written ({error.strerror}); {hint}"
+        ) from None
 
 
-class CachedPolicy(Generic[P]):
-    """`policy` with the conditioning of `encoder`; everything else is the policy's."""
+def _libraries() -> dict[str, str]:
+    """The versions of what encodes, without the last number: a patch that mends something else
+    encodes no prompt again."""
+    import diffusers  # not by a command that is refused
+    import ftfy  # pipelines clean prompts with it
+    import transformers
 
-    def __init__(self, policy: P, encoder: CachedEncoder | EncodedPrompts) -> None:
-        self.policy, self.encoder = policy, encoder
-        self.encode = encoder.encode
-        # the policy's own methods
-        self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
-        self.trainable_parameters = policy.trainable_parameters
-        self.base, self.save = policy.base, policy.save
-
-    @property
-    def device(self) -> torch.device:
-        return self.policy.device
-
-    @property
-    def shift(self) -> float:
-        return self.policy.shift
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OPTIONAL:
-            return getattr(self.policy, name)
-        raise AttributeError(name)
+    every = (diffusers, ftfy, transformers)
+    return {one.__name__: ".".join(one.__version__.split(".")[:2]) for one in every}

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from g2rpo.core.data import Cond
 from g2rpo.core.normal import per_row
-from g2rpo.core.types import Cond
 
 
 class GaussianPolicy:

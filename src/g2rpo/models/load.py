@@ -1,26 +1,39 @@
-"""From a config to a policy, and the checks before anything is loaded."""
+"""From the name of a pipeline to a policy: it is found once, checked, and loaded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from g2rpo.core.devices import pick_device
-from g2rpo.core.errors import UserError, counted, loading, placed, shown
-from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.errors import UserError, counted, loading, placed, refuse, shown
+from g2rpo.core.events import Emit, silent
+from g2rpo.core.files import FileDigests, digest_of, is_hub_id, local
 from g2rpo.core.plugins import refuse_object
-from g2rpo.data.testbed import knows, why_unknown
-from g2rpo.models import attention, catalogue, hub, pipeline_files, quantized
+from g2rpo.data.testbed import knows, pipeline_dir, why_unknown
+from g2rpo.models import attention, catalogue, hub, quantized
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.embeddings import CachedEncoder, Stored, encode_ahead, open_store
 from g2rpo.models.meta import few_modules
 from g2rpo.models.options import PolicyConfig, TuningMode
-from g2rpo.models.pipeline_files import INDEX, class_in, missing_parts
+from g2rpo.models.pipeline_files import (
+    INDEX,
+    caution,
+    check_adapters,
+    class_in,
+    faults_of_files,
+    missing_parts,
+    options_in,
+    parts_in,
+    read_file,
+)
 from g2rpo.models.pipelines import check_options, read_pipeline
 from g2rpo.models.sharding import Sharded
 from g2rpo.models.spec import PipelineSpec
@@ -31,67 +44,219 @@ EMBEDDED = ("testbed", "words")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A pipeline in host memory, for a policy of class `kind`. Its text encoders can be used before
-    the policy is built, that is before the transformer occupies the device.
-    """
+class Pipeline:
+    """A pipeline that `options` name, found: the folder in which it lies, or its hub id; its class;
+    and the class of its policy. In the options the adapter's name is that of its file."""
 
-    config: PolicyConfig
-    kind: type[DiffusersPolicy]
+    options: PolicyConfig
+    path: str
+    kind: str
+    policy: type[DiffusersPolicy]
+
+    @property
+    def name(self) -> str:
+        return self.options.path
+
+    @property
+    def spec(self) -> PipelineSpec:
+        return self.policy.spec
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Its folder on this machine, which may be one of the hub's local cache."""
+        if os.path.isdir(self.path):
+            return Path(self.path)
+        index = hub.cached(self.path, INDEX)
+        return None if index is None else index.parent
+
+    @property
+    def own_kind(self) -> bool:
+        """Whether its policy is the one for its class, and so needs all of its parts."""
+        return self.options.kind is None
+
+    def missing(self) -> str:
+        """What its folder lacks of its parts; "" for nothing."""
+        return "" if self.folder is None else "; ".join(missing_parts(self.folder))
+
+    @property
+    def commit(self) -> str:
+        """The commit of a hub's pipeline in its local cache."""
+        if self.folder is None:
+            raise UserError(
+                f"policy.path={self.path}: is not in the local hub cache; download it, or name a folder"
+            )
+        return self.folder.name
+
+    def identity(self) -> str:
+        """A cheap identity: a folder's file names and sizes, or a hub id's commit."""
+        root = Path(self.path)
+        if not root.is_dir():
+            return f"{self.path}@{self.commit}"
+        files = [
+            path
+            for path in sorted(root.rglob("[!.]*"))
+            if path.is_file() and ".cache" not in path.relative_to(root).parts
+        ]
+        return digest_of(
+            [[path.relative_to(root).as_posix(), path.stat().st_size] for path in files]
+        )
+
+    def digests(self) -> dict[str, str]:
+        """By the config's keys the identity, and the digest of the adapter, if there is one."""
+        adapter = self.options.adapter
+        own = (
+            {}
+            if adapter is None
+            else {"policy.adapter": f"sha256 {FileDigests(None).of(Path(adapter))[:16]}"}
+        )
+        return {"policy.path": self.identity(), **own}
+
+    def content(self, digests: FileDigests, reads: Callable[[str], bool]) -> dict[str, Any]:
+        """The identity of the parts that are read: their content and the options in the index, or
+        hub id and commit."""
+        root = Path(self.path)
+        if not root.is_dir():
+            return {"pipeline": self.kind, "hub": self.path, "commit": self.commit}
+        index = read_file(self.path, INDEX)
+        folders = [root / part for part in parts_in(index) if reads(part)]
+        content = digests.of_folders(root, folders)
+        return {"pipeline": self.kind, "content": content, "options": options_in(index)}
+
+    def caution(self) -> str | None:
+        """What to say of a model that is distilled to few steps."""
+        return caution(self.name, self.path)
+
+    def faults_of_files(self) -> Iterator[str]:
+        optional = catalogue.optional_parts(self.kind)
+        for fault in faults_of_files(self.path, optional):
+            yield f"policy.path={self.name}: {fault}"
+
+    def faults(self, tuning: TuningMode) -> Iterator[str]:
+        """What keeps it from being loaded and tuned so; UserError for targets that it lacks. No weights
+        are read."""
+        options = self.options
+        if self.own_kind:
+            yield from self.faults_of_files()
+        if tuning == "lora":
+            targets = options.lora_targets or self.spec.lora_targets
+            check_adapters(self.path, targets, each=options.lora_targets is not None)
+
+    def load(
+        self, *, tuning: TuningMode | None = None, seed: int = 0, keep_base: bool = False
+    ) -> Loaded:
+        """It is read into host memory. `tuning` replaces the options' ("frozen" for sampling);
+        `keep_base` is needed by a KL term under full fine-tuning."""
+        import diffusers
+
+        options, tuning = self.options, tuning or self.options.tuning
+        device = pick_device(options.device)
+        setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
+        with _loading(self.name):
+            read = read_pipeline(
+                getattr(diffusers, self.spec.pipeline_class),
+                self.path,
+                getattr(torch, options.dtype),
+                tuning,
+                vae_dtype=getattr(torch, self.spec.vae_dtype(options.dtype)),
+            )
+            text = TextEncoders(read, self.spec, options, device)
+            return Loaded(self, read, text, setting)
+
+
+def faults_of_options(options: PolicyConfig, tuning: TuningMode) -> Iterator[str]:
+    """What this machine and its libraries lack of a policy's options."""
+    yield from quantized.faults_of_quantization(options.quantize, tuning)
+    yield from attention.faults_of_attention(options.attention, pick_device(options.device))
+
+
+def find_pipeline(options: PolicyConfig) -> Pipeline:
+    """The pipeline of these options. UserError if it is not there, has no policy, or is another than
+    `options.pipeline`; and for options that it lacks."""
+    path, kind = _located(options.path)
+    check_pipeline(options.path, kind, options.pipeline, options.kind)
+    return Pipeline(hub.located(options), path, kind, policy_class(options, kind))
+
+
+def load_pipeline(
+    options: PolicyConfig,
+    *,
+    tuning: TuningMode | None = None,
+    seed: int = 0,
+    keep_base: bool = False,
+) -> Loaded:
+    """The pipeline of these options, found, checked and read: `Pipeline.load`."""
+    found, mode = find_pipeline(options), tuning or options.tuning
+    refuse(faults_of_options(options, mode))
+    refuse(found.faults(mode))
+    if found.own_kind and os.path.isdir(found.path) and (missing := found.missing()):
+        raise UserError(f"policy.path={options.path}: {missing}")
+    return found.load(tuning=tuning, seed=seed, keep_base=keep_base)
+
+
+def build_policy(options: PolicyConfig, **setting: Any) -> DiffusersPolicy:
+    """The policy of `load_pipeline(options, **setting)`, at once."""
+    return load_pipeline(options, **setting).policy()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline in host memory. Its text encoders can be used before the policy is built, that is
+    before the transformer occupies the device."""
+
+    found: Pipeline
     pipeline: Any
     text: TextEncoders
     setting: Mapping[str, Any]
     """What the policy's constructor takes besides."""
 
-    def policy(self, sharding: Sharded | None = None) -> DiffusersPolicy:
-        """The policy, on its device; `sharding` shards the trained weights."""
-        with _loading(self.config.path):
-            return self.kind(
-                self.pipeline, self.config, **self.setting, sharding=sharding, text=self.text
+    def policy(
+        self, sharding: Sharded | None = None, stored: Stored | None = None
+    ) -> DiffusersPolicy:
+        """The policy, on its device; `sharding` shards the trained weights, and `stored` has
+        conditioning in place of the text encoders'."""
+        with _loading(self.found.name):
+            policy = self.found.policy(
+                self.pipeline, self.found.options, **self.setting, sharding=sharding, text=self.text
             )
+        policy.stored = stored
+        return policy
 
+    def cached(self, cache: str, notify: Callable[[str], None]) -> CachedEncoder:
+        """The text encoders with their embeddings cached as in `prompts.cache`."""
+        text, edits = self.text, bool(self.text.pictured)
+        content, options = self.found.content, self.found.options
+        store = open_store(cache, options, content, edits=edits, guided=text.guided)
+        return CachedEncoder(text, store, notify=notify)
 
-def load_pipeline(
-    config: PolicyConfig,
-    *,
-    seed: int = 0,
-    tuning: TuningMode | None = None,
-    keep_base: bool = False,
-) -> Loaded:
-    """The pipeline at `config.path`, for the policy of its class name.
+    def policy_after_encoding(
+        self,
+        prompts: Iterable[str],
+        cache: str,
+        notify: Callable[[str], None],
+        sharding: Sharded | None = None,
+        emit: Emit = silent,
+    ) -> DiffusersPolicy:
+        """The policy with its embeddings cached as in `prompts.cache`; those of `prompts` are
+        computed first.
 
-    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under
-    full fine-tuning.
-    """
-    import diffusers
+        The text encoders then leave the device. Without a cache, or without disk space for all,
+        they move to the device with the first prompt and stay.
+        """
+        stored = self.cached(cache, notify)
+        encode_ahead(stored, list(dict.fromkeys(prompts)), emit)
+        return self.policy(sharding, stored)
 
-    path, name = locate_pipeline(config.path, config.pipeline, config.kind)
-    if config.kind is None:
-        pipeline_files.check_files(config.path, path, catalogue.optional_parts(name))
-    device, tuning = pick_device(config.device), tuning or config.tuning
-    quantized.check_quantization(config.quantize, tuning)
-    attention.check_attention(config.attention, device)
-    kind, config = policy_class(config, name), hub.located(config)
-    spec = kind.spec
-    if tuning == "lora":
-        targets = config.lora_targets or spec.lora_targets
-        pipeline_files.check_adapters(path, targets, each=config.lora_targets is not None)
-    if (
-        config.kind is None
-        and os.path.isdir(path)
-        and (missing := "; ".join(missing_parts(Path(path))))
-    ):
-        raise UserError(f"policy.path={config.path}: {missing}")
-    setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
-    with _loading(config.path):
-        pipeline = read_pipeline(
-            getattr(diffusers, spec.pipeline_class),
-            path,
-            getattr(torch, config.dtype),
-            tuning,
-            vae_dtype=getattr(torch, spec.vae_dtype(config.dtype)),
-        )
-        return Loaded(config, kind, pipeline, TextEncoders(pipeline, spec, config, device), setting)
+    def warn_of(self, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
+        """Tells of prompts that the model does not read to their end, or, if it is an embedded one,
+        does not know."""
+        warn_of_long(self.text, prompts, notify)
+        path, distinct = self.found.name, list(dict.fromkeys(filter(None, prompts)))
+        strange = [prompt for prompt in distinct if why_unknown(path, prompt)]
+        if strange:
+            notify(
+                f"{len(strange)} of {counted(len(distinct), 'prompt')} {'is' if len(strange) == 1 else 'are'} nothing that the "
+                f"model {path} has learnt, such as {shown(str(strange[0]))}; it knows {knows(path)}"
+            )
 
 
 @contextmanager
@@ -100,47 +265,30 @@ def _loading(path: str) -> Iterator[None]:
         yield
 
 
-def build_policy(config: PolicyConfig, **setting: Any) -> DiffusersPolicy:
-    """The policy of `load_pipeline(config, **setting)`, at once."""
-    return load_pipeline(config, **setting).policy()
-
-
 def load_weights(policy: DiffusersPolicy, weights: Path, path: str, strength: float = 1.0) -> None:
     """Loads tuned weights into the policy of the pipeline at `path`."""
     with loading(f"{weights}: the weights do not fit {path}"):
         policy.load(weights, strength)
 
 
-def policy_class(config: PolicyConfig, name: str) -> type[DiffusersPolicy]:
-    """The policy for a pipeline of class `name`, or the one that `config.kind` names: that of a
+def policy_class(options: PolicyConfig, name: str) -> type[DiffusersPolicy]:
+    """The policy for a pipeline of class `name`, or the one that `options.kind` names: that of a
     `PipelineSpec`, or a class. UserError for options that it lacks."""
-    found = catalogue.find_policy(config.kind or name)
+    found = catalogue.find_policy(options.kind or name)
     kind = DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
     if not (isinstance(kind, type) and issubclass(kind, DiffusersPolicy)):
         raise UserError(
-            f"policy.kind={config.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy; "
+            f"policy.kind={options.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy; "
             "a model without diffusers is trained from Python (examples/pixels.py)"
         )
-    check_options(kind.spec, config)
+    check_options(kind.spec, options)
     return kind
 
 
-def model_cautions(config: PolicyConfig) -> list[str]:
-    """Cautions about a model, printed before it is trained."""
-    folder = str(local(config.path))
-    said = pipeline_files.caution(config.path, folder if os.path.isdir(folder) else config.path)
-    return [said] if said is not None else []
-
-
-def locate_pipeline(
-    name: str, expected: str | None = None, chosen: str | None = None
-) -> tuple[str, str]:
-    """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the
-    `expected` one."""
+def _located(name: str) -> tuple[str, str]:
+    """(where the pipeline lies, its class name)."""
     refuse_object("policy.path", name)
     if name in EMBEDDED:
-        from g2rpo.data.testbed import pipeline_dir
-
         name = str(pipeline_dir(name))
     path = str(local(name))
     # unlike those of `Path`, these functions do not raise for names that are too long
@@ -151,9 +299,7 @@ def locate_pipeline(
         raise UserError(
             f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
         )
-    kind = class_in(path) if here else _hub_class(name)
-    check_pipeline(name, kind, expected, chosen)
-    return path if here else name, kind
+    return (path, class_in(path)) if here else (name, _hub_class(name))
 
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
@@ -180,19 +326,6 @@ def _hub_class(name: str) -> str:
     before = f"policy.path={name}: is no local directory, and the hub does not give it: "
     with placed(before, UserError, after=f"\n{hint}"):
         return class_in(name)
-
-
-def warn_of_prompts(loaded: Loaded, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
-    """Tells of prompts that the model of `loaded` does not read to their end, or, if it is an
-    embedded one, does not know."""
-    warn_of_long(loaded.text, prompts, notify)
-    path, distinct = loaded.config.path, list(dict.fromkeys(filter(None, prompts)))
-    strange = [prompt for prompt in distinct if why_unknown(path, prompt)]
-    if strange:
-        notify(
-            f"{len(strange)} of {counted(len(distinct), 'prompt')} {'is' if len(strange) == 1 else 'are'} nothing that the "
-            f"model {path} has learnt, such as {shown(str(strange[0]))}; it knows {knows(path)}"
-        )
 
 
 def quiet_bars() -> None:

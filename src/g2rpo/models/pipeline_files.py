@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from huggingface_hub import hf_hub_download
 from pydantic import AfterValidator, BaseModel, Field
 
-from g2rpo.core.errors import UserError, placed, refuse
+from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import is_other, is_pointer
 from g2rpo.core.plain import parse_as, read_as, read_text
 from g2rpo.models import hub
@@ -204,14 +204,10 @@ FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", 
 """In the names of models that are distilled to few steps."""
 
 
-def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
-    """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`),
-    without flow matching, or with numbers in its config files that no model has. Plans, training
-    and sampling begin with it."""
-    refuse(f"policy.path={name}: {fault}" for fault in _faults_of_files(folder, optional))
-
-
-def _faults_of_files(folder: str, optional: Sequence[str]) -> Iterator[str]:
+def faults_of_files(folder: str, optional: Sequence[str] = ()) -> Iterator[str]:
+    """Of a pipeline without a part that it needs (of text encoders, all but `optional`), or without
+    flow matching. UserError for numbers in its config files that no model has. Plans, training and
+    sampling begin with it."""
     index = read_file(folder, INDEX)
     parts = {"transformer": (None, None), **parts_in(index)}
     for part, (library, _) in parts.items():

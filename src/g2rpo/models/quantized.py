@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.core.errors import refuse
-
 Quantize = Literal["none", "int8", "nf4"]
 
 
@@ -176,17 +174,13 @@ def weights_of(model: nn.Module) -> int:
     return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
 
 
-def _faults_of(how: Quantize, tuning: str) -> Iterator[str]:
-    if tuning == "full":
-        yield " is for weights that are not trained: set policy.tuning=lora, or take it out"
+def faults_of_quantization(how: Quantize, tuning: str) -> Iterator[str]:
+    """Of a quantisation that the run or its libraries do not support."""
+    said = f"policy.quantize={how}"
+    if how != "none" and tuning == "full":
+        yield f"{said} is for weights that are not trained: set policy.tuning=lora, or take it out"
     if how == "nf4" and not installed("bitsandbytes"):
-        yield " needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library"
-
-
-def check_quantization(how: Quantize, tuning: str) -> None:
-    """UserError for a quantisation that the run or its libraries do not support."""
-    if how != "none":
-        refuse(f"policy.quantize={how}{fault}" for fault in _faults_of(how, tuning))
+        yield f"{said} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library"
 
 
 def installed(library: str) -> bool:

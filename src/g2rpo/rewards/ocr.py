@@ -18,11 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.core.data import spelling_apart
+from g2rpo.core.data import Prompt, spelling_apart
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.core.plain import Count
-from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import TargetReward
 
 _LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"

@@ -31,10 +31,10 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import counted, shown
 from g2rpo.core.http import NoAnswer, Refused, RefusedContent, address, request_json, token_from
 from g2rpo.core.images import images_of, read_inputs, to_pil
-from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import PictureReward
 
 log = logging.getLogger(__name__)

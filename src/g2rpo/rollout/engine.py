@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.data import FLOAT32, Precision
+from g2rpo.core.data import FLOAT32, Cond, Precision
 from g2rpo.core.flow import ode_step
-from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition, unguided
+from g2rpo.core.plans import Plan, Rollout, Transition
+from g2rpo.core.types import Kernel, Policy, unguided
 from g2rpo.rollout.memory import bounded_by
 from g2rpo.rollout.planning import baseline_walk
 from g2rpo.rollout.tails import EXACT, Node, Past, Tails

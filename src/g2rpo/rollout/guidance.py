@@ -9,56 +9,52 @@ from typing import Any
 
 from torch import Tensor
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import images_of
-from g2rpo.core.types import Policy, Prompt
 from g2rpo.rollout.engine import Engine
 
 
 def guidance_of(policy: object) -> float | None:
     """The guidance scale with which a policy samples; None without one, or where the network does
     not take it."""
-    inner = _inner(policy)
-    scale, spec = getattr(inner, "guidance_scale", None), getattr(inner, "spec", None)
-    if scale is None or not getattr(inner, "guidable", True):
+    scale, spec = getattr(policy, "guidance_scale", None), getattr(policy, "spec", None)
+    if scale is None or not getattr(policy, "guidable", True):
         return None
     return scale if (scale > 1 if spec is None else spec.guides(scale)) else None
 
 
 def guided_by_hand(policy: object) -> bool:
     """Whether classifier-free guidance of a policy is by hand, because it has none of its own."""
-    inner = _inner(policy)
-    return not getattr(inner, "guided", guidance_of(policy) is not None)
+    return not getattr(policy, "guided", guidance_of(policy) is not None)
 
 
 def check_scale(policy: object, scale: float | None) -> None:
     """UserError for a policy that cannot train with the guidance scale `scale` (None: its own)."""
-    inner = _inner(policy)
-    if scale is not None and not hasattr(inner, "guidance_scale"):
-        kind = type(inner).__name__
+    if scale is not None and not hasattr(policy, "guidance_scale"):
+        kind = type(policy).__name__
         raise UserError(
             f"sampling.guidance_scale={scale:g}: a {kind} has no guidance_scale; take it out"
         )
 
 
 @contextmanager
-def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
+def guided_by(policy: Any, scale: float | None) -> Iterator[None]:
     """While entered, the policy has the guidance scale `scale`; None: its own."""
-    inner = _inner(policy)
     if scale is None:
         yield
         return
-    before, inner.guidance_scale = inner.guidance_scale, scale
+    before, policy.guidance_scale = policy.guidance_scale, scale
     try:
         yield
     finally:
-        inner.guidance_scale = before
+        policy.guidance_scale = before
 
 
 @contextmanager
-def sized(policy: Policy, size: tuple[int, int] | None) -> Iterator[None]:
+def sized(policy: Any, size: tuple[int, int] | None) -> Iterator[None]:
     """While entered, the policy makes pictures of this height and width; None: of its own."""
-    with _inner(policy).sized(*size) if size is not None else nullcontext():
+    with policy.sized(*size) if size is not None else nullcontext():
         yield
 
 
@@ -102,7 +98,3 @@ class GuidedEngine(Engine):
         half = len(self.cond) // 2
         without = super().velocity(x, steps, [half + row for row in prompts])
         return without + g.cfg * (v - without)
-
-
-def _inner(policy: object) -> Any:
-    return getattr(policy, "policy", policy)  # of a CachedPolicy

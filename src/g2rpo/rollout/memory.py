@@ -12,9 +12,10 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from g2rpo.core.data import Cond
 from g2rpo.core.devices import accelerator, empty_cache, measures_memory
 from g2rpo.core.errors import UserError, out_of_device_memory
-from g2rpo.core.types import Cond, Policy
+from g2rpo.core.types import Policy
 
 Kind = Literal["rollout", "decode", "micro"]
 T = TypeVar("T")

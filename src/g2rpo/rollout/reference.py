@@ -9,8 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from g2rpo.core.data import Cond
 from g2rpo.core.flow import ode_step
-from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition, unguided
+from g2rpo.core.plans import Plan, Rollout, Transition
+from g2rpo.core.types import Kernel, Policy, unguided
 
 
 @torch.no_grad()

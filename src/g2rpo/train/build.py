@@ -1,4 +1,4 @@
-"""From a request for a run to its trainer."""
+"""From a request for a run to its trainer: resolve, refuse, build, resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device
@@ -14,19 +13,16 @@ from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.images import check_counts, check_inputs
-from g2rpo.core.types import Policy, Reward
+from g2rpo.core.types import Policy, Reward, Scorer
 from g2rpo.data.prompts import starter_caution, trained_on
-from g2rpo.models import load
-from g2rpo.models.load import warn_of_prompts
 from g2rpo.models.sharding import Replicated, Sharded
-from g2rpo.rewards.catalogue import build_rewards, configured, declared_by, reward_kind
-from g2rpo.train.ahead import policy_after_encoding, prompts_to_come
-from g2rpo.train.checks import check, check_judged_size, check_trained_steps
-from g2rpo.train.consistency import rewards_of
+from g2rpo.rewards.catalogue import RewardKind, with_frames
+from g2rpo.rewards.options import RewardConfig
+from g2rpo.train.checks import check, check_policy
 from g2rpo.train.contents import contents_of
-from g2rpo.train.dry_run import try_own_code
+from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.monitor.trackers import build_trackers
-from g2rpo.train.ranks import build_sharding, divided
+from g2rpo.train.ranks import build_sharding, divided, prompts_to_come
 from g2rpo.train.run.checkpoint import newest_iteration
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
@@ -39,13 +35,12 @@ FIRST_PROMPTS, SHOWN_TARGETS, SHOWN_LETTERS = 2, 3, 80
 class Request:
     """A run that is asked for: by `g2rpo train`, `resume` or `teach`, or from Python.
 
-    `given` has objects in place of what the config names: policy, rewards, judges, prompts,
-    heldout, trackers. The caller holds the lock of `run_dir`; without one nothing is written. `began`
-    is when its process started, by `time.monotonic`.
+    The caller holds the lock of `run_dir`; without one nothing is written. `began` is when its
+    process started, by `time.monotonic`.
     """
 
     config: Config
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Given = NOTHING
     run_dir: Path | None = None
     resume: bool = False
     accept_changes: bool = False
@@ -54,154 +49,134 @@ class Request:
     notify: Callable[[str], None] = print
     emit: Emit = silent
 
-    @property
-    def run(self) -> Run | None:
-        """The run's folder."""
-        return None if self.run_dir is None else Run(self.run_dir)
-
 
 def build(request: Request) -> Trainer:
     """The trainer of a request, at the iteration of its newest checkpoint. UserError names
     everything that is missing or wrong before anything is loaded or written."""
-    config, given, run, main = request.config, request.given, request.run, request.world.is_main
-    check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    prompts, heldout = check(config, given, request.run_dir)
-    show_prompts(config, given, prompts, heldout, request.emit)
-    if request.resume and run is not None and main:
-        check_length(config, run)
-        changes = run.check_contents(
-            contents_of(config, prompts, heldout, given), request.accept_changes
-        )
-        for change in changes:
+    given, run, main = request.given, Run(request.run_dir), request.world.is_main
+    check_inputs([*(given.prompts or ()), *(given.heldout or ())])
+    found = check(request.config, given, request.run_dir)
+    show_prompts(found, request.emit)
+    contents = contents_of(found) if main and request.run_dir is not None else {}
+    if request.resume and main:
+        run.check_length(request.config)
+        for change in run.check_contents(contents, request.accept_changes):
             request.notify(f"goes on with {change}")
-    trainer = Trainer(config=config, **trainer_parts(request, prompts, heldout))
-    if run is None:
+    trainer = trainer_of(found, request)
+    if request.run_dir is None:
         return trainer
     if main:
-        run.claim(config)  # only now: wrong input leaves nothing behind
+        run.claim(request.config)  # only now: wrong input leaves nothing behind
     for complaint in trainer.resume() if request.resume else ():
         request.notify(complaint)
     if main:
-        contents = contents_of(config, prompts, trainer.heldout, given)
         run.record_start(trainer.iteration, trainer.policy.device, contents)
     return trainer
 
 
-def check_length(config: Config, run: Run) -> None:
-    """Refuses fewer iterations than a run has made: its config would repeat another run."""
-    iterations, done = config.trainer.iterations, newest_iteration(run.checkpoints)
-    if iterations < done:
-        raise UserError(
-            f"trainer.iterations={iterations}: {run.path} has made {done}; trainer.iterations={done} ends it there"
-        )
-
-
-def trainer_parts(
-    request: Request,
-    prompts: Sequence[str],
-    heldout: Sequence[str],
-) -> dict[str, Any]:
-    """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards
-    are on the device."""
-    config, given, world = request.config, request.given, request.world
-    divided(config, world)
-    for said in (
-        starter_caution(config.prompts.train, config.evaluation.prompts),
-        trained_on(prompts, heldout),
-    ):
-        if world.is_main and said is not None:
-            request.notify(said)
-    try_own_code(config, {**given, "prompts": prompts, "heldout": heldout})
+def trainer_of(found: Found, request: Request) -> Trainer:
+    """The trainer of what was found. Prompts are encoded before policy and rewards are on the
+    device."""
+    config, given, world = found.config, found.given, request.world
+    divided(config, world)  # refuses ranks that cannot have equally many groups
+    if world.is_main:
+        for caution in cautions_of(found):
+            request.notify(caution)
     sharding = build_sharding(config, world)
-    policy = (
-        _given_policy(request)
-        if "policy" in given
-        else _policy(request, sharding, prompts, heldout)
-    )
-    check_judged_size(config, policy)
-    check_trained_steps(config, policy)
+    given_one = given_policy(found)
+    policy = built_policy(found, request, sharding) if given_one is None else given_one
+    check_policy(config, policy)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
-        check_counts([*prompts, *heldout], takes)
-    tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
-    device = pick_device(config.policy.device)
-    rewards: dict[str, Mapping[str, Reward]] = {
-        key: configured(given[key], table) if key in given else build_rewards(table, device)
-        for key, table in tables.items()
-    }
-    for table in rewards.values():
-        for name, reward in table.items():
-            if (said := reward.prepare(config.policy.height, config.policy.width)) is not None:
-                request.emit(Line(f": {said}", title=f"rewards.{name}"))
-    return {
-        "policy": policy,
-        **rewards,
-        "prompts": prompts,
-        "heldout": heldout,
-        "run_dir": request.run_dir,
-        "began": request.began,
-        "notify": request.notify,
-        "shards": sharding or Replicated(world),
-        "trackers": given["trackers"] if "trackers" in given else build_trackers(config.trackers),
-    }
+        check_counts([*found.prompts, *found.heldout], takes)
+    rewards = built_rewards(given.rewards, found.rewards, config.rewards, request)
+    judges = built_rewards(given.judges, found.judges, config.evaluation.rewards, request)
+    trackers = build_trackers(config.trackers) if given.trackers is None else given.trackers
+    return Trainer(
+        config=config,
+        policy=policy,
+        rewards=rewards,
+        judges=judges,
+        prompts=found.prompts,
+        heldout=found.heldout,
+        run_dir=request.run_dir,
+        trackers=trackers,
+        shards=sharding or Replicated(world),
+        began=request.began,
+        notify=request.notify,
+    )
 
 
-def _given_policy(request: Request) -> Policy:
-    sharding = request.config.trainer.sharding
-    if sharding != "none":
+def cautions_of(found: Found) -> list[str]:
+    """What to say of a run that may be a mistake."""
+    config = found.config
+    every = (
+        starter_caution(config.prompts.train, config.evaluation.prompts),
+        trained_on(found.prompts, found.heldout),
+    )
+    return [said for said in every if said is not None]
+
+
+def given_policy(found: Found) -> Policy | None:
+    sharding = found.config.trainer.sharding
+    if found.given.policy is not None and sharding != "none":
         raise UserError(
             f"trainer.sharding={sharding} divides a policy as it is built; one that is given is whole"
         )
-    return request.given["policy"]
+    return found.given.policy
 
 
-def _policy(
-    request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]
-) -> Policy:
+def built_policy(found: Found, request: Request, sharding: Sharded | None) -> Policy:
     """The policy of the config, once the prompts of the run are encoded."""
-    config, world = request.config, request.world
-    for said in load.model_cautions(config.policy):
-        request.notify(said)
-    loaded = load.load_pipeline(
-        config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base
-    )
+    config, world, notify = found.config, request.world, request.notify
+    pipeline = found.pipeline
+    assert pipeline is not None  # else it was refused
+    if (caution := pipeline.caution()) is not None:
+        notify(caution)
+    loaded = pipeline.load(seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
     if world.is_main:
-        warn_of_prompts(loaded, [*prompts, *heldout], request.notify)
-    begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
-    to_come = prompts_to_come(config, prompts, heldout, world, begun)
-    return policy_after_encoding(
-        loaded,
-        config.prompts.cache,
-        to_come,
-        request.notify,
-        sharding,
-        request.emit,
-    )
+        loaded.warn_of([*found.prompts, *found.heldout], notify)
+    run = request.run_dir
+    begun = 0 if run is None else newest_iteration(Run(run).checkpoints)
+    to_come = prompts_to_come(config, found.prompts, found.heldout, world, begun)
+    cache, emit = config.prompts.cache, request.emit
+    return loaded.policy_after_encoding(to_come, cache, notify, sharding, emit)
 
 
-def show_prompts(
-    config: Config,
-    given: Mapping[str, Any],
-    prompts: Sequence[str],
-    heldout: Sequence[str],
-    emit: Emit,
-) -> None:
+def built_rewards(
+    given: Mapping[str, Scorer] | None,
+    kinds: Mapping[str, RewardKind],
+    table: Mapping[str, RewardConfig],
+    request: Request,
+) -> dict[str, Reward]:
+    """The given rewards with the frames of their entries in `table`, or those of the `kinds`."""
+    policy = request.config.policy
+    device = pick_device(policy.device)
+    if given is None:
+        rewards = {name: kind.build(device) for name, kind in kinds.items()}
+    else:
+        rewards = {name: with_frames(name, given[name], table.get(name)) for name in given}
+    for name, reward in rewards.items():
+        if (said := reward.prepare(policy.height, policy.width)) is not None:
+            request.emit(Line(f": {said}", title=f"rewards.{name}"))
+    return rewards
+
+
+def show_prompts(found: Found, emit: Emit) -> None:
     """Reports the first prompts of each list that the config names, and the texts that rewards look
     for."""
-    lists: list[tuple[str, str, str, Sequence[str]]] = []
-    if "prompts" not in given:
-        lists.append(("training", "prompts.train", config.prompts.train, prompts))
-    if "heldout" not in given:
-        lists.append(("held-out", "evaluation.prompts", config.evaluation.prompts, heldout))
-    for _, key, source, texts in lists:
-        first = ", ".join(_short(prompt) for prompt in texts[:FIRST_PROMPTS])
-        held = counted(len(texts), "prompt")
+    lists = {"training": found.prompts, "held-out": found.heldout}
+    named = {"training": found.rewards.values(), "held-out": found.kinds}
+    keys = dict(zip(("prompts", "heldout"), lists, strict=True))
+    shown = {keys[name]: source for name, source in found.sources.items()}
+    for which, (key, source) in shown.items():
+        first = ", ".join(_short(prompt) for prompt in lists[which][:FIRST_PROMPTS])
+        held = counted(len(lists[which]), "prompt")
         emit(Line(f"={source}: {held}, first {first}", title=key))
-    for kind, _, _, texts in lists:
-        for name, entry in rewards_of(config, given, heldout=kind == "held-out").items():
-            reward = declared_by(reward_kind(name, entry))
-            read = _texts_read(reward, texts) if reward.wants else None
+    for which in shown:
+        for kind in named[which]:
+            read = _texts_read(kind.declared, lists[which]) if kind.declared.wants else None
             if read is not None:
-                emit(Line(f" in {kind} prompts: {read}", title=f"rewards.{name}"))
+                emit(Line(f" in {which} prompts: {read}", title=f"rewards.{kind.name}"))
 
 
 def _texts_read(reward: type[Reward], prompts: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.config.read import completed, load_config
+from g2rpo.config.read import read
 from g2rpo.config.resolve import listed_differences
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
@@ -131,7 +131,7 @@ def _config_of(
     ):
         config = Run(resumed).read_config(overrides, notes.append, mention=False)
     elif recipe is not None:
-        config = completed(load_config(recipe, overrides, notes.append), notes.append)
+        config = read(recipe, overrides, notes.append)
     else:
         raise UserError(
             "name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run"

@@ -6,49 +6,35 @@ from __future__ import annotations
 import hashlib
 import inspect
 import tokenize
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.files import FileDigests, digest_of, local
 from g2rpo.core.images import digest_of_prompts
-from g2rpo.models.continued import digests_of
-from g2rpo.models.embedding_cache import pipeline_identity
-from g2rpo.rewards.catalogue import declared_by, reward_kind
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardKind
+from g2rpo.train.found import Found
 
 SMALL_FILE = 2**24  # bytes; larger files, which are weights, are compared by their size
 
 
-def contents_of(
-    config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]
-) -> dict[str, str]:
+def contents_of(found: Found) -> dict[str, str]:
     """A short description with a digest of the prompts, the model, and the files or the source of
     each reward.
 
     The file of a reward's or a model's code and the files and folders in a reward's options count;
     what code imports does not.
-    `given` are objects in place of names, as for `build.Request`; an algorithm of the user's own is
-    in `config`.
     """
-    rewards = {**given.get("rewards", {}), **given.get("judges", {})}
-    named = {**config.rewards, **config.evaluation.rewards}
-    of_rewards = {
-        f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_entry(name, entry)
-        for name, entry in named.items()
-    }
+    config, given, pipeline = found.config, found.given, found.pipeline
+    rewards = {**(given.rewards or {}), **(given.judges or {})}
     digests = {
-        "prompts.train": f"{len(prompts)} prompts, {_short(digest_of_prompts(prompts))}",
-        "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of_prompts(heldout))}",
-        "policy.path": source_of(given["policy"])
-        if "policy" in given
-        else pipeline_identity(config.policy.path),
-        **({} if "policy" in given else digests_of(config.policy)),
+        "prompts.train": f"{len(found.prompts)} prompts, {_short(digest_of_prompts(found.prompts))}",
+        "evaluation.prompts": f"{len(found.heldout)} prompts, {_short(digest_of_prompts(found.heldout))}",
+        **({"policy.path": source_of(given.policy)} if pipeline is None else pipeline.digests()),
         "policy.kind": _of_code(config.policy.kind or ""),
         "algorithm": source_of(config.algorithm),
-        **of_rewards,
+        **{f"rewards.{kind.name}": _of_kind(kind) for kind in found.kinds},
+        **{f"rewards.{name}": source_of(reward) for name, reward in rewards.items()},
     }
     return {key: words for key, words in digests.items() if words}
 
@@ -70,17 +56,15 @@ def source_of(thing: Any) -> str:
         return ""
 
 
-def _of_entry(name: str, entry: RewardConfig) -> str:
+def _of_kind(kind: RewardKind) -> str:
     """Digests of a reward's code, if it is the user's, and of the local files in its options: those
     that it declares, or any that code of the user's has."""
-    declared = declared_by(kind := reward_kind(name, entry))
-    may = {*declared.files, declared.code_option} if declared is kind else entry.options.keys()
+    given = kind.entry.options
+    may = {*kind.declared.files, kind.declared.code_option} if kind.declares else given.keys()
     paths = [
-        _file_of(value)
-        for key, value in entry.options.items()
-        if key in may and isinstance(value, str)
+        _file_of(value) for key, value in given.items() if key in may and isinstance(value, str)
     ]
-    code = _of_code(entry.kind) or source_of(kind)
+    code = _of_code(kind.entry.kind) or source_of(kind.maker)
     files = [f"{path.name}: {_of_path(path)}" for path in paths if path is not None]
     return ", ".join(([code] if code else []) + files)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,36 +19,33 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Scorer, as_reward
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import Brightness, load_function
-from g2rpo.rewards.catalogue import build_rewards, reward_kind
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardKind
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.rollout.tails import Tails
+from g2rpo.train.found import Found
 from g2rpo.train.trainer import Trainer
 
 TRIAL_PROMPTS = 2
 """Of the trial."""
 
 
-def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
+def tried(found: Found) -> Iterator[str]:
     """One iteration of an own algorithm, and one call of every own reward that exists before models
-    are loaded: functions, and objects in `given`, which has `prompts` and `heldout` too. UserError
-    names the code that fails."""
+    are loaded: functions, and objects that are given. UserError names the code that fails."""
+    config, given = found.config, found.given
     with torch.random.fork_rng(devices=[]):
         if type(config.algorithm) not in ALGORITHMS.values():
             _try_algorithm(config)
-        prompts, heldout = list(given["prompts"]), list(given["heldout"])
-        both = [*prompts[:1], *heldout[:1]]
-        for key, table, asked in (
-            ("rewards", config.rewards, both),
-            ("judges", config.evaluation.rewards, heldout[:TRIAL_PROMPTS]),
+        both = [*found.prompts[:1], *found.heldout[:1]]
+        for rewards, kinds, asked in (
+            (given.rewards, found.rewards, both),
+            (given.judges, found.judges, found.heldout[:TRIAL_PROMPTS]),
         ):
-            rewards = (
-                _own(given[key])
-                if key in given
-                else _functions(table, pick_device(config.policy.device))
-            )
-            for name, reward in rewards.items():
-                _try_reward(name, reward, asked, config, given)
+            device = pick_device(config.policy.device)
+            own = _functions(kinds.values(), device) if rewards is None else _own(rewards)
+            for name, reward in own.items():
+                _try_reward(name, reward, asked, found)
+    yield from ()
 
 
 def _try_algorithm(config: Config) -> None:
@@ -104,37 +101,37 @@ def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
     }
 
 
-def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scorer]:
+def _functions(kinds: Iterable[RewardKind], device: str) -> dict[str, Scorer]:
     """The rewards of a config that are functions; a class might load a model."""
     functions: dict[str, Scorer] = {}
-    for name, entry in table.items():
-        kind = _function(name, entry) if entry.kind == "function" else reward_kind(name, entry)
-        if not isinstance(kind, type):
-            functions |= build_rewards({name: entry}, device)
+    for kind in kinds:
+        made = _target(kind) if kind.entry.kind == "function" else kind.maker
+        if not isinstance(made, type):
+            functions[kind.name] = kind.build(device)
     return functions
 
 
-def _function(name: str, entry: RewardConfig) -> Any:
-    with placed(f"rewards.{name}.options.target: "):
-        return load_function(str(entry.options.get("target")))
+def _target(kind: RewardKind) -> Any:
+    """What the kind "function" names."""
+    with placed(f"{kind.key}.options.target: "):
+        return load_function(str(kind.entry.options.get("target")))
 
 
-def _try_reward(
-    name: str, reward: Scorer, prompts: Sequence[str], config: Config, given: Mapping[str, Any]
-) -> None:
+def _try_reward(name: str, reward: Scorer, prompts: Sequence[str], found: Found) -> None:
     """Scores random pictures of the run's size, or what a given policy decodes from noise."""
     if as_reward(reward).latent:
         return
-    if (policy := given.get("policy")) is not None:
+    if (policy := found.given.policy) is not None:
         images = decode(
             policy,
             policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)]),
             TRIAL_PROMPTS,
         )
     else:
-        length = config.policy.num_frames or 1
+        size = found.config.policy
+        length = size.num_frames or 1
         frames = [length] if length > 1 else []
-        images = torch.rand(TRIAL_PROMPTS, *frames, 3, config.policy.height, config.policy.width)
+        images = torch.rand(TRIAL_PROMPTS, *frames, 3, size.height, size.width)
     try:
         score({name: reward}, images[: len(prompts)], prompts)
     except RewardFailed as error:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.contracts import advantages_of
-from g2rpo.core.data import Row
+from g2rpo.core.data import Cond, Row
 from g2rpo.core.distributed import World
-from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
+from g2rpo.core.types import Algorithm, AlgorithmState, Policy, Reward
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.memory import BatchSizes

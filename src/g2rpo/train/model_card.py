@@ -14,7 +14,7 @@ import yaml
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
-from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.images import images_of
@@ -22,6 +22,7 @@ from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy
 from g2rpo.models import catalogue
 from g2rpo.models.adapters import ABOVE_KEY
+from g2rpo.models.options import PolicyConfig
 from g2rpo.train.monitor.pictures import clip_of
 from g2rpo.train.run.folder import Run
 

@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from g2rpo.config.algorithms import faults_of_gradients
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.config.work import plans_in
+from g2rpo.core.data import Cond
+from g2rpo.core.errors import refuse
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Cond, Policy, Reward
+from g2rpo.core.types import Policy, Reward
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.guidance import check_scale, sized
 from g2rpo.rollout.memory import batch_sizes
 from g2rpo.train.collector import Collector
-from g2rpo.train.compatible import check_differentiable
 from g2rpo.train.learner import Learner
 from g2rpo.train.loop import Loop
 from g2rpo.train.ranks import divided
@@ -36,7 +38,7 @@ def loop_of(
     ranks."""
     algorithm, optim = config.algorithm, config.optim
     weights = {name: config.rewards[name].weight for name in rewards}
-    check_differentiable(algorithm, rewards, weights)
+    refuse(faults_of_gradients(algorithm, rewards, weights))
     check_scale(policy, config.sampling.guidance_scale)
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)

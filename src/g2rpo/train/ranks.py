@@ -3,14 +3,16 @@ prompts, some of one's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from g2rpo.config.schema import Config
 from g2rpo.config.work import plans_in
 from g2rpo.core.devices import pick_device
-from g2rpo.core.distributed import World, number_in
+from g2rpo.core.distributed import ALONE, World, number_in
 from g2rpo.core.errors import UserError, refuse
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import Sharded
 
 
@@ -51,6 +53,24 @@ def divided(config: Config, world: World) -> Division:
             f"set it to {world.size}, or start {prompts} rank{'s' * (prompts > 1)}"
         )
     return Division(World(world.rank // each, prompts), World(world.rank % each, each))
+
+
+def prompts_to_come(
+    config: Config,
+    prompts: Sequence[str],
+    heldout: Sequence[str],
+    world: World = ALONE,
+    iteration: int = 0,
+) -> list[str]:
+    """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out
+    prompts."""
+    order = PromptOrder(prompts, config.trainer.seed)
+    size = config.trainer.prompts_per_iteration
+    own = divided(config, world).prompts
+    batches = [
+        own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)
+    ]
+    return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))
 
 
 def _undivided(config: Config, each: int) -> str | None:

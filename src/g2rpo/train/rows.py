@@ -11,8 +11,8 @@ from torch import Tensor
 from g2rpo.core.data import Row
 from g2rpo.core.devices import accelerator, measures_memory
 from g2rpo.core.distributed import World
+from g2rpo.core.plans import Plan
 from g2rpo.core.statistics import group_std, spearman
-from g2rpo.core.types import Plan
 from g2rpo.rollout.memory import BatchSizes
 from g2rpo.train.collector import Collected
 from g2rpo.train.stopwatch import Stopwatch

@@ -17,8 +17,9 @@ from g2rpo.core.contracts import check_own_advantages
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import Preempted
+from g2rpo.core.plans import Plan
 from g2rpo.core.statistics import Comparison
-from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
+from g2rpo.core.types import Algorithm, Policy, Reward, as_rewards
 from g2rpo.models.sharding import WHOLE, Replicated
 from g2rpo.rollout.engine import Noise
 from g2rpo.train.collector import Groups

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Prompt
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import DemoModel
@@ -87,7 +87,8 @@ def test_the_demo_shows_clips(tmp_path):
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
     from g2rpo.lab.demo import app
     from g2rpo.lab.serving import Address
-    from g2rpo.lab.web.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
+    from g2rpo.lab.web.page import MAX_UPLOAD, UPLOAD, page_of, serve
+    from g2rpo.rewards.server import MAX_BODY
 
     noise = torch.randint(
         256, (400, 400, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)

@@ -29,15 +29,9 @@ from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models import load
-from g2rpo.models.blueprint import (
-    build_on_meta,
-    on_meta,
-    published,
-    read_blueprint,
-    shapes_of,
-    size_of,
-)
+from g2rpo.models.blueprint import build_on_meta, published, read_blueprint, shapes_of, size_of
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.meta import on_meta
 from g2rpo.models.pipelines import blocks_of, read_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rewards.options import RewardConfig

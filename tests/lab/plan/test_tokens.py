@@ -2,11 +2,11 @@
 
 import pytest
 
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.lab.plan import models
 from g2rpo.lab.plan.models import longest_prompt
 from g2rpo.lab.plan.plan import Planner
 from g2rpo.models.load import build_policy
+from g2rpo.models.options import PolicyConfig
 from tests.support.tiny_pipelines import save_tiny
 from tests.support.variants import few
 

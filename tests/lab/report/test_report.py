@@ -21,10 +21,11 @@ from g2rpo.lab.report import page
 from g2rpo.lab.report.charts import compact
 from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.page import render, state
-from g2rpo.lab.report.pictures import MOST_EVALUATIONS, figure, first_group, pictures
+from g2rpo.lab.report.pictures import MOST_EVALUATIONS, first_group, pictures
 from g2rpo.lab.report.verdict import decimals, summary_of, verdict
 from g2rpo.train.evaluation.untrained import RIGHT
 from g2rpo.train.monitor.alarms import HELPS
+from g2rpo.train.monitor.pictures import figure
 from g2rpo.train.monitor.scores import (
     read_rows,
     save_pictures,

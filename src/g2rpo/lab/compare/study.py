@@ -17,10 +17,11 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from g2rpo.config.algorithms import algorithm_class
-from g2rpo.config.schema import Section, Steps
+from g2rpo.config.schema import Steps
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import Inside
+from g2rpo.core.plain import Section
 from g2rpo.train.evaluation.sweep import EvaluationDirectory
 from g2rpo.train.run.folder import Run
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from g2rpo.config.read import completed, load_config
+from g2rpo.config.read import read
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.config.work import iterations_within
@@ -29,7 +29,6 @@ from g2rpo.lab.compare.results import write_results
 from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
 from g2rpo.lab.evaluate import config_settings
 from g2rpo.train.checks import check
-from g2rpo.train.dry_run import try_own_code
 from g2rpo.train.evaluation.sweep import EvaluationDirectory
 from g2rpo.train.model_card import CARD
 from g2rpo.train.run.folder import Run
@@ -215,14 +214,13 @@ def _configs(study: Study, emit: Emit) -> dict[str, Config]:
     for cell in study.cells:
         try:
             overrides, told = study.overrides_of(cell), partial(note, cell)
-            configs[cell] = config = completed(load_config(study.recipe, overrides, told), told)
+            configs[cell] = config = read(study.recipe, overrides, told)
             for alarm in ("action", *get_args(Alarm)):
                 if config.action_of(alarm) == "stop":
                     raise UserError(
                         f"alarms.{alarm}=stop may end a run of the study early; set it to warn or off"
                     )
-            prompts, heldout = check(config)
-            try_own_code(config, {"prompts": prompts, "heldout": heldout})
+            check(config)
         except UserError as error:
             wrong.setdefault(str(error), []).append(cell)
     if wrong:

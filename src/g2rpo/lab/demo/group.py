@@ -12,9 +12,10 @@ from torch import Tensor
 from g2rpo.core.contracts import advantages_of, plans_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
+from g2rpo.core.plans import Plan
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import group_std
-from g2rpo.core.types import Algorithm, Plan
+from g2rpo.core.types import Algorithm
 from g2rpo.lab.demo.model import DemoModel
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by

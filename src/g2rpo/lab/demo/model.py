@@ -16,22 +16,25 @@ from g2rpo.config.read import load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.contracts import plans_of
+from g2rpo.core.data import Prompt
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import check_counts
-from g2rpo.core.types import Plan, Prompt, Reward
+from g2rpo.core.plans import Plan
+from g2rpo.core.types import Reward
 from g2rpo.data.testbed import knows, why_unknown
 from g2rpo.lab.evaluate import model_settings, reward_table
 from g2rpo.lab.report.verdict import model_name
-from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.load import build_policy, find_pipeline, load_weights
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rollout.guidance import guided_by_hand
 from g2rpo.rollout.memory import BatchSizes, batch_sizes
 from g2rpo.train.checks import check_rewards_alone
-from g2rpo.train.consistency import check_plans
+from g2rpo.train.consistency import fitting_plans, refuse
 from g2rpo.train.evaluation.controls import Need
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
+from g2rpo.train.found import named_rewards
 from g2rpo.train.monitor.pictures import seconds_of
 from g2rpo.train.persistence import take_stored
 
@@ -69,9 +72,9 @@ def config_of_model(
 
 def check(config: Config) -> None:
     """UserError for what can be known to be wrong before anything is loaded."""
-    load.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
+    find_pipeline(config.policy)
     check_rewards_alone({**config.rewards, **config.evaluation.rewards})
-    check_plans(config.algorithm, config.sampling)
+    refuse((fitting_plans,), named_rewards(config))
 
 
 def what_it_is(config: Config, training: str) -> str:
@@ -190,11 +193,11 @@ def open_model(
     rewards, judges = (
         build_rewards(table, device) for table in (config.rewards, config.evaluation.rewards)
     )
-    policy = load.build_policy(config.policy, tuning="frozen", keep_base=True)
+    policy = build_policy(config.policy, tuning="frozen", keep_base=True)
     policy.text.park()  # they are on the device only while they encode
     tuned: Tuned = "nothing"
     if weights is not None:
-        load.load_weights(policy, weights, config.policy.path)
+        load_weights(policy, weights, config.policy.path)
         take_stored({**rewards, **judges}, weights.parent, notify)
         tuned = "adapter" if policy.sampling.own else "all weights"
     s = config.sampling

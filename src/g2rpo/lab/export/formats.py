@@ -28,7 +28,7 @@ from g2rpo.core.files import (
 from g2rpo.lab.export.comfyui import Unfit, names_for, tensors_for, whole_names
 from g2rpo.lab.export.weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.models.adapters import CONFIG, PREFIX, write_tensors
-from g2rpo.models.continued import adapter_of
+from g2rpo.models.blueprint import adapter_of
 from g2rpo.models.pipeline_files import weight_files
 from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.train.model_card import copy_card

@@ -11,12 +11,14 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
-from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, loading
-from g2rpo.models import hub, load
+from g2rpo.models import hub
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import CLASS, DOWN, UP, Adapter, own_header
-from g2rpo.models.blueprint import trained_on_meta
+from g2rpo.models.blueprint import read_blueprint, trained_on_meta
+from g2rpo.models.load import find_pipeline
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import has_weights, read_file, weight_files
 from g2rpo.models.sharding import Pieces
 from g2rpo.models.tuning import ADAPTER_FILE
@@ -83,7 +85,7 @@ def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
     """The weights, or their average where the run keeps one, of the checkpoint "last", "best" or of
     an iteration."""
     iteration, tensors = _checkpoint(run, which)
-    transformer, trained = trained_on_meta(config.policy)
+    transformer, trained = trained_on_meta(read_blueprint(config.policy), config.policy)
     values = tensors.get("average", tensors["weights"])
     if [value.shape for value in values] != [parameter.shape for parameter in trained.values()]:
         raise UserError(
@@ -136,7 +138,7 @@ def _whole(tensors: Mapping[str, Sequence[Tensor | Pieces]]) -> dict[str, list[T
 def transformer_folder(config: PolicyConfig) -> Path:
     """Where the base model's trained transformer lies on this machine; of a hub id it is downloaded
     if need be."""
-    path, _ = load.locate_pipeline(config.path, chosen="any")
+    path = find_pipeline(config).path
     if Path(path).is_dir():
         return Path(path) / "transformer"
     config_file = hub.cached(path, "transformer/config.json")

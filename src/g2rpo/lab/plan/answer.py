@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.models.catalogue import licence_of
-from g2rpo.models.quantized import installed
-from g2rpo.rewards.catalogue import declared_by, defaults_of, reward_kind
-from g2rpo.train.checks import check_quantized
+from g2rpo.models.quantized import faults_of_quantization, installed
+from g2rpo.rewards.catalogue import find_reward
+from g2rpo.train.checks import faults_of_autocast
 
 RELEVANT = 0.98
 """A change that costs something is made where it leaves less than this share."""
@@ -127,9 +127,9 @@ def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
     entries = config.rewards if table == "rewards" else config.evaluation.rewards
     found = []
     for name, entry in entries.items():
-        kind = reward_kind(name, entry)
-        if declared_by(kind) is kind:
-            defaults = defaults_of(kind)
+        kind = find_reward(f"rewards.{name}", entry)
+        if kind.declares:
+            defaults = kind.defaults
             placed = {"device": "auto"} if "device" in defaults else {}
             found.append((name, {**defaults, **placed, **entry.options}))
     return found
@@ -277,7 +277,8 @@ def plan(
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config = planner.config
     target = find_target(device or config.policy.device)
-    check_quantized(config)
+    refuse(faults_of_quantization(config.policy.quantize, config.policy.tuning))
+    refuse(faults_of_autocast(config))
     result = planner.plan(cuda=target.cuda)
     seconds = result.seconds(target.card) if target.card else None
     alternative = None

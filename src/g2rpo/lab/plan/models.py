@@ -16,26 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.types import Frames
 from g2rpo.lab.plan.kernels import Meter
-from g2rpo.models import hub, load
+from g2rpo.models import hub
 from g2rpo.models.anyflow import DiffusersPolicy
-from g2rpo.models.blueprint import (
-    Blueprint,
-    build_shallow,
-    on_meta,
-    read_blueprint,
-    shapes_of,
-    size_of,
-)
+from g2rpo.models.blueprint import Blueprint, build_shallow, read_blueprint, shapes_of, size_of
+from g2rpo.models.load import find_pipeline
+from g2rpo.models.meta import on_meta
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import Shapes, keep_two_blocks
 from g2rpo.models.quantized import weights_of
 from g2rpo.models.spec import PipelineSpec
 from g2rpo.models.text import Answer, TextEncoders
-from g2rpo.rewards.catalogue import declared_by, defaults_of, reward_kind
+from g2rpo.rewards.catalogue import find_reward
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.weights import parse_dtype
 
@@ -138,8 +133,7 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
         index = hub.cached(config.path, "model_index.json")
     if index is None or not prompts:
         return None
-    _, kind = load.locate_pipeline(config.path, config.pipeline, config.kind)
-    spec = load.policy_class(config, kind).spec
+    spec = find_pipeline(config).spec
     if (
         spec.pictured
         or not (spec.masks or spec.lists or spec.ragged)
@@ -200,9 +194,10 @@ def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardC
     `length`: frames of a clip, of which the scored ones are counted. Preprocessing on the CPU is
     not counted.
     """
-    kind: Any = declared_by(reward_kind(entry.kind, entry))
+    found = find_reward(f"rewards.{entry.kind}", entry)
+    kind: Any = found.declared
     given = {**entry.options, "device": entry.options.get("device", device)}
-    options = {name: given.get(name, default) for name, default in defaults_of(kind).items()}
+    options = {name: given.get(name, default) for name, default in found.defaults.items()}
     model_options = {
         name: value for name, value in options.items() if name not in ("device", "dtype")
     }

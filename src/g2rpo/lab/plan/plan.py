@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device, usable_memory
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError, counted, loading
-from g2rpo.core.files import in_bytes
+from g2rpo.core.files import in_bytes, local
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, settled, spread_evaluations
@@ -21,15 +22,15 @@ from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
 from g2rpo.lab.plan.models import KnownModels, Model, RewardCost, cost_of_reward, longest_prompt
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.trace import Calls, trace_calls
-from g2rpo.models import load
 from g2rpo.models.blueprint import read_blueprint
+from g2rpo.models.pipeline_files import caution
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
-from g2rpo.train.ahead import prompts_to_come
-from g2rpo.train.checks import check_judged_size, check_trained_steps
-from g2rpo.train.consistency import check_settings
+from g2rpo.train.checks import check_policy
+from g2rpo.train.consistency import SETTINGS, refuse
+from g2rpo.train.found import resolve_settings
 from g2rpo.train.prediction import Planned
-from g2rpo.train.ranks import check_sharding, divided, shard_group
+from g2rpo.train.ranks import check_sharding, divided, prompts_to_come, shard_group
 
 COUNTED: dict[str, Callable[[CountedIteration], float]] = {
     "evaluations": lambda it: it.evaluations,
@@ -161,8 +162,7 @@ def make_plan(
         f"policy.path={config.policy.path}: its config files describe no model that can be computed"
     ):
         model = known.model(blueprint, config.policy)
-        check_judged_size(config, model.policy)
-        check_trained_steps(config, model.policy)
+        check_policy(config, model.policy)
         spread = spread_evaluations(whole, heldout, counts.times_evaluated)
         counts = replace(counts, spread=math.ceil(spread / looking))
         traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
@@ -194,7 +194,9 @@ def make_plan(
 
 def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     """Assumptions of the plan of `config`, and what it does not count."""
-    yield from load.model_cautions(config.policy)
+    path = str(local(config.policy.path))
+    if said := caution(config.policy.path, path if os.path.isdir(path) else config.policy.path):
+        yield said
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
     elsewhere = [
@@ -247,7 +249,7 @@ class Planner:
         )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
-        check_settings(self.config)
+        refuse(SETTINGS, resolve_settings(self.config))
         self.heldout, self.distinct, self.text_tokens = self._count_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
         self._known = KnownModels()

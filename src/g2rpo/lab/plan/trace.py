@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Batch, Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.plans import Plan
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.core.updates import passes
 from g2rpo.lab.plan.counting import Counts, algorithm_key
 from g2rpo.lab.plan.fake_tensors import CudaAutocast, KnownValues

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import shlex
 
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
+from g2rpo.models.options import PolicyConfig
 from g2rpo.train.evaluation.untrained import RIGHT
 from g2rpo.train.monitor.alarms import HELPS
 

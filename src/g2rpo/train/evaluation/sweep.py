@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from g2rpo.config.schema import CacheFolder, Count, Steps
+from g2rpo.config.schema import CacheFolder, Steps
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import Inside, digest_of, write_whole
 from g2rpo.core.images import to_uint8
-from g2rpo.core.plain import as_json, read_as
+from g2rpo.core.plain import Count, as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.rewards.options import RewardTable

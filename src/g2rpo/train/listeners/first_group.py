@@ -10,12 +10,13 @@ from torch import Tensor
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.images import images_of
+from g2rpo.core.plans import Plan
 from g2rpo.core.statistics import group_std
-from g2rpo.core.types import Plan
 from g2rpo.rollout.scoring import decode
+from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import verdicts
 from g2rpo.train.listeners.listener import Listener
-from g2rpo.train.loop import Groups, Loop
+from g2rpo.train.loop import Loop
 from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, stills
 from g2rpo.train.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.train.run.folder import Run

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import World
+from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import Evaluation
-from g2rpo.train.loop import Groups
 
 
 class Ask(Flag):

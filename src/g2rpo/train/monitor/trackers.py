@@ -13,14 +13,13 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json, read_as
 
@@ -282,20 +281,17 @@ TRACKERS = {
 }
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuses a tracker whose library is not installed, and a class that is none."""
-    for name in names:
-        kind = plugins.find("trackers", name, TRACKERS)
-        lacks = [each for each in METHODS if not callable(getattr(kind, each, None))]
-        if isinstance(kind, type) and lacks:
-            raise UserError(f"trackers: {name} is no tracker, it lacks {', '.join(lacks)}")
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"trackers: {name} is not installed; `pip install {name}`, or leave it out"
-            )
+def faults_of_tracker(name: str) -> Iterator[str]:
+    """Of a tracker whose library is not installed, and a class that is none. UserError for a name
+    of which there is nothing."""
+    kind = plugins.find("trackers", name, TRACKERS)
+    lacks = [each for each in METHODS if not callable(getattr(kind, each, None))]
+    if isinstance(kind, type) and lacks:
+        yield f"trackers: {name} is no tracker, it lacks {', '.join(lacks)}"
+    if name in TRACKERS and importlib.util.find_spec(name) is None:
+        yield f"trackers: {name} is not installed; `pip install {name}`, or leave it out"
 
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:
     """The trackers of a config; nothing of their libraries is imported yet."""
-    check_trackers(names)
     return [plugins.find("trackers", name, TRACKERS)() for name in names]

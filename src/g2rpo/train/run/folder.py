@@ -282,6 +282,14 @@ class Run(RunFiles):
                 self.starts, as_json(started(iteration, device, contents or {}).model_dump())
             )
 
+    def check_length(self, config: Config) -> None:
+        """Refuses fewer iterations than the run has made: its config would repeat another run."""
+        iterations, done = config.trainer.iterations, newest_iteration(self.checkpoints)
+        if iterations < done:
+            raise UserError(
+                f"trainer.iterations={iterations}: {self.path} has made {done}; trainer.iterations={done} ends it there"
+            )
+
     def check_contents(self, contents: Mapping[str, str], accept: bool) -> list[str]:
         """Refuses to continue with other prompts, model or reward code than at the last start. With
         `accept` it returns the changes. Held-out prompts may never change: the base model was
