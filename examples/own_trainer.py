@@ -14,7 +14,7 @@ evaluate(), sample(prompts)                         held-out pictures; any pictu
 base, final                                         evaluations of the base and of the weights as they are, or None
 snapshot(), restore(it), set_rate(rate)             weights and moments; the learning rate
 listening()                                         while entered, rows are written
-save(), resume(), finish(), export(), set_length(iterations)     the run directory
+save(), resume(), finish(), export()                the run directory
 config, policy, algorithm, rewards, judges, prompts, heldout, world, run, iteration     what it was built of
 """
 

@@ -220,7 +220,7 @@ def sketch_prompt(
 ) -> dict[str, Tensor]:
     """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants
     share what noise they can."""
-    (prompt,) = trainer.loop.order.batch(number, 1)
+    (prompt,) = trainer.order.batch(number, 1)
     plans = list(dict.fromkeys(plan for own in variants.values() for plan in own.plans))
     engine = Engine(
         policy=trainer.policy,
@@ -294,7 +294,7 @@ def repeat_the_rest(
     """Rewards [R, draws, repeats] of one prompt whose steps 0 .. noisy - 1 are stochastic, from one
     initial noise: the noise of `step` is drawn `draws` times, and that of all other steps anew in
     each of `repeats`."""
-    (prompt,) = trainer.loop.order.batch(number, 1)
+    (prompt,) = trainer.order.batch(number, 1)
     policy, sigmas, count = trainer.policy, trainer.sigmas, draws * repeats
     engine = Engine(policy=policy, cond=policy.encode([prompt]), sigmas=sigmas, batch_size=96)
     x = (

@@ -64,7 +64,7 @@ def main() -> None:
     plans = [Plan(step, step + 1, tuple(own.values())) for step, own in tails.items()]
     agreements: dict[tuple[int, str, str], list[float]] = {}
     for number in range(args.prompts):
-        prompts = trainer.loop.order.batch(number, 1)
+        prompts = trainer.order.batch(number, 1)
         engine = Engine(
             policy=trainer.policy,
             cond=trainer.policy.encode(prompts),

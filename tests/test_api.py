@@ -89,7 +89,7 @@ def test_the_weight_in_the_config_is_that_of_the_object():
     trainer = api.trainer(
         "scenes", overrides, rewards={"bright": brightness, "dark": darkness}, judges={}, **objects
     )
-    assert trainer.loop.weights.tolist() == [0.25, 1.0] and trainer.judges == {}
+    assert trainer.reward_weights.tolist() == [0.25, 1.0] and trainer.judges == {}
 
 
 NO_LIST = "should be a list of texts, such as"

@@ -82,9 +82,9 @@ MUTATIONS = [
         "tests/training/test_guidance.py -k begins",
     ),
     Mutation(
-        "train/loop.py",
-        "self.config.sampling.guidance_scale): stats",
-        "None): stats",
+        "train/trainer.py",
+        "self.config.sampling.guidance_scale):\n            stats",
+        "None):\n            stats",
         "tests/training/test_guidance.py -k losses",
     ),
     Mutation(

@@ -61,7 +61,7 @@ def test_dgpos_group_sum_is_its_formula():
     before, seen = mean(t), Watched(t)
     t.iterate()
     ((example,),), base = seen.batches, GaussianPolicy()
-    cond = base.encode(t.loop.prompts_of(1)).rows([0] * 6)
+    cond = base.encode(t.prompts_of(1)).rows([0] * 6)
     trained = GaussianPolicy()
     trained.mean.data = before
     sigma = t.sigmas[example.data["step"]]

@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
         sigma, s = float(t.sigmas[example.step]), 0.6
         variance = (1 - sigma) ** 2 * s**2 + sigma**2
         slope = 1 + (1 - sigma) * (sigma - (1 - sigma) * s**2) / variance  # -dv/dm
-        shift = float(t.loop.prompts_of(0)[example.prompt])
+        shift = float(t.prompts_of(0)[example.prompt])
         deviation = (example.x - (1 - sigma) * shift) / variance
         image = example.x - sigma * (sigma * deviation - shift - (1 - sigma) * s**2 * deviation)
         rewards.append(image.sigmoid().flatten(1).mean(1))
@@ -67,7 +67,7 @@ def test_a_member_without_a_score_does_not_count():
     gradients = []
     for prompts in (["0", "-0.1"], ["0"]):
         t = made(f"trainer.prompts_per_iteration={len(prompts)}", prompts=prompts, heldout=["0"])
-        t.loop.order.batch = lambda iteration, count, prompts=prompts: prompts
+        t.order.batch = lambda iteration, count, prompts=prompts: prompts
         seen = Watched(t)
         row = t.iterate()
         assert row["skipped_updates"] == 0 and math.isfinite(row["loss"])

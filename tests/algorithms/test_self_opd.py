@@ -88,8 +88,8 @@ def test_loss_and_gradient_are_the_closed_forms():
     seen = []
     t.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(t.policy.mean.grad.clone()))
     groups = t.sample_groups()
-    row = t.learn_from(groups, t.loop.advantages(groups))
-    examples = groups.examples(t.loop.advantages(groups))
+    row = t.learn_from(groups, t.advantages(groups))
+    examples = groups.examples(t.advantages(groups))
     gradient, losses, sigmas = torch.zeros(3, 4, 4).double(), [], t.sigmas.double()
     for example in examples:
         sigma, after = sigmas[example.step], sigmas[example.step + 1]
@@ -115,7 +115,7 @@ def test_its_gradient_is_that_of_g2rpo_with_its_weights_on_the_same_samples():
     for own in (STEPS, ("algorithm.branch_steps=[0,2]", "algorithm.granularities=[1]", *SAMPLES)):
         t, groups = groups_of(*own)
         if not taken:
-            examples = groups.examples(t.loop.advantages(groups))
+            examples = groups.examples(t.advantages(groups))
             w = torch.stack([example.advantages for example in examples])
             assert (w > 0).any() and (w < 0).any()
         t.learner.optimizer.register_step_pre_hook(
@@ -123,7 +123,7 @@ def test_its_gradient_is_that_of_g2rpo_with_its_weights_on_the_same_samples():
         )
         drawn = [t.x_next for rollout in groups.collected.rollouts for t in rollout.transitions]
         taken.append(torch.stack(drawn))
-        t.learn_from(groups, w if t.algorithm.name == "g2rpo" else t.loop.advantages(groups))
+        t.learn_from(groups, w if t.algorithm.name == "g2rpo" else t.advantages(groups))
     assert torch.equal(taken[0], taken[2])
     torch.testing.assert_close(taken[1], taken[3], **ADDED)
 
@@ -155,7 +155,7 @@ def test_the_odes_picture_is_compared_with_and_is_no_member():
         torch.testing.assert_close(scores[0, 0], brightness(pictures, []), **close)
     _, gains = compared(groups.scores, 6)
     assert torch.equal(gains, groups.scores[..., :6] - groups.scores[..., 6:])
-    row = t.learn_from(groups, t.loop.advantages(groups))
+    row = t.learn_from(groups, t.advantages(groups))
     assert row["reward/bright"] == near(float(groups.scores[:, 0, :, :6].mean()), rounding(24))
 
 

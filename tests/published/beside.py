@@ -70,7 +70,7 @@ def differences(folder, recipe, setting, *overrides):
     vae.to(memory_format=torch.channels_last)
     group, height = trainer.algorithm.group_size, LATENT[1]
     texts, rollouts, pictures, scores = [], [], [], []
-    for place, prompt in enumerate(trainer.loop.prompts_of(0)):
+    for place, prompt in enumerate(trainer.prompts_of(0)):
         texts.append(published.encode(pipeline, prompt))
         noise = torch.randn(LATENT, generator=trainer.collector.noise(0, place, "initial"))
         draws = [

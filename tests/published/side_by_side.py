@@ -121,7 +121,7 @@ def walked(t, network, iteration, prompt, sigmas, step, *, noisy, dtype, own=Fal
 
 def texts(t, iteration, dtype):
     """The embeddings of an iteration's prompts, a row each."""
-    cond = t.policy.encode(t.loop.prompts_of(iteration))
+    cond = t.policy.encode(t.prompts_of(iteration))
     return [
         {name: value[i : i + 1].to(dtype) for name, value in cond.tensors.items()}
         for i in range(len(cond))

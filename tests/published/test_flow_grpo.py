@@ -80,7 +80,7 @@ class Walks(side_by_side.Pair):
             scores = torch.stack(
                 [
                     self._scores(group, words)
-                    for group, words in zip(groups, t.loop.prompts_of(iteration), strict=True)
+                    for group, words in zip(groups, t.prompts_of(iteration), strict=True)
                 ]
             )
             for group, advantages in zip(

@@ -16,7 +16,7 @@ from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.rollout.scoring import score
-from g2rpo.train.listeners.first_group import rounded
+from g2rpo.train.first_group import rounded
 from g2rpo.train.persistence import take_stored
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, finished, groups_of, trainer

@@ -10,7 +10,7 @@ import torch
 from g2rpo.core.distributed import ALONE, LAUNCHERS, World, apart, joined
 from g2rpo.core.errors import RankLost, UserError
 from g2rpo.train import learner
-from g2rpo.train.listeners.listener import Ask, asked_by
+from g2rpo.train.listeners import Ask, asked_by
 from g2rpo.train.run.checkpoint import checkpoints
 from g2rpo.train.run.folder import Run
 from tests.support import policies, ranks
@@ -153,10 +153,10 @@ def judge(world, folder, count):
     it is hours ago by the clock of one."""
     heldout = [str(i / 20) for i in range(count)]
     t = trainer(folder / "run", "trainer.checkpoint_minutes=60", world=world, heldout=heldout)
-    t.loop.iteration, t.checkpoints.unsaved = 1, True
+    t.iteration, t.checkpoints.unsaved = 1, True
     t.checkpoints.saved_at = -1e9 * world.is_main
     assert Ask.SAVE in asked_by(t.listeners, t.stopping, t.world)
-    t.loop.iteration = 0
+    t.iteration = 0
     row, pictures = untimed([t.evaluate()]), t.evaluator.baseline.images
     return row, str(pictures.dtype), pictures.tolist()
 

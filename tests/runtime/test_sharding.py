@@ -275,7 +275,7 @@ def saves(world, folder, model, mode):
     checkpointing.save_file = counted
     with Gathers() as gathers:
         t.save()
-    t.loop.iteration += 1
+    t.iteration += 1
 
     def full(tensors, path):
         if world.rank == 1 and "average" in path.name:

@@ -18,7 +18,7 @@ from g2rpo.core.images import read_inputs
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.models.sharding import Replicated
 from g2rpo.train.collector import Groups
-from g2rpo.train.listeners.listener import Ask, Listener
+from g2rpo.train.listeners import Ask, Listener
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
 from tests.support.tolerances import UNIT, Tolerance, near, reordered

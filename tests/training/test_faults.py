@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import g2rpo.train.run.checkpoint
 from g2rpo.core.errors import RewardFailed, Stopped
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.train.listeners import early_stop
+from g2rpo.train import listeners
 from g2rpo.train.run.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import small_files
@@ -301,7 +301,7 @@ def test_scores_that_are_no_numbers_teach_nothing_and_are_counted():
 def test_a_reward_without_any_score_ends_the_run_after_a_while(monkeypatch):
     """As an HTTP reward is once its server has gone for good. Two bad iterations in a row do no
     harm."""
-    monkeypatch.setattr(early_stop, "UNSCORED", 3)
+    monkeypatch.setattr(listeners, "UNSCORED", 3)
 
     def reward(images, prompts):
         scores = brightness(images, prompts)
@@ -320,7 +320,7 @@ def test_a_reward_without_any_score_ends_the_run_after_a_while(monkeypatch):
 def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(early_stop, "SKIPPED", 2)
+    monkeypatch.setattr(listeners, "SKIPPED", 2)
     t = trainer(tmp_path, *LONG, "trainer.checkpoint_every=100", policy=Broken())
     rows = t.train()
     while t.iteration < 2:

@@ -7,8 +7,7 @@ import pytest
 
 from g2rpo.cli.options import max_hours
 from g2rpo.core.errors import Preempted, UserError
-from g2rpo.train.listeners.listener import Ask
-from g2rpo.train.listeners.time_limit import TimeLimit
+from g2rpo.train.listeners import Ask, TimeLimit
 from tests.support.runs import config, log, trainer
 
 LOOK, ITERATION = (
@@ -30,11 +29,14 @@ def test_it_asks_while_an_iteration_an_evaluation_and_a_checkpoint_still_fit(
 ):
     """Two seconds, five and one, of an hour that began at 100."""
     monkeypatch.setattr(time, "monotonic", lambda: 100 + 3600 - left)
-    loop = SimpleNamespace(
-        config=config("trainer.max_hours=1", "trainer.iterations=9"), iteration=3
+    run = SimpleNamespace(
+        config=config("trainer.max_hours=1", "trainer.iterations=9"),
+        iteration=3,
+        alarms=SimpleNamespace(rows=rows),
+        checkpoints=SimpleNamespace(seconds=1.0),
+        began=100.0,
     )
-    stop = SimpleNamespace(alarms=SimpleNamespace(rows=rows))
-    limit = TimeLimit(loop, stop, SimpleNamespace(seconds=1.0), began=100.0)
+    limit = TimeLimit(run)
     for row in rows:
         limit.hear(row, None)
     assert limit.asks() == asked

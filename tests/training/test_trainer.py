@@ -14,8 +14,8 @@ from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.train.listeners.first_group import widest
-from g2rpo.train.listeners.listener import Ask
+from g2rpo.train.first_group import widest
+from g2rpo.train.listeners import Ask
 from g2rpo.train.run.checkpoint import checkpoints
 from g2rpo.train.stopwatch import Stopwatch
 from tests.support.runs import (
@@ -101,7 +101,7 @@ class Minutes(Stopwatch):
 
 def test_minutes_of_training_are_counted_across_a_resumption(tmp_path, monkeypatch):
     """For evaluations; checkpoints are written by the clock as well."""
-    for module in ("loop", "trainer"):
+    for module in ("trainer",):
         monkeypatch.setattr(f"g2rpo.train.{module}.Stopwatch", Minutes)
     options = ["evaluation.every=100", "evaluation.every_minutes=4.5", "trainer.iterations=8"]
     options += ["trainer.checkpoint_every=100", "trainer.checkpoint_minutes=1e-9"]
@@ -216,7 +216,7 @@ MIXED = ["algorithm.name=mixgrpo", "algorithm.group_size=6"]
 def test_an_iteration_is_trained_by_the_algorithm_of_that_iteration(monkeypatch):
     t, other = (trainer(None, *MIXED, f"algorithm.update_every={n}") for n in ("rollout", 2))
     now = dataclasses.replace(t.algorithm, update_every=2)
-    monkeypatch.setattr(t.loop, "algorithm_now", lambda: now)
+    monkeypatch.setattr(t, "algorithm_now", lambda: now)
     assert untimed([t.iterate()]) == untimed([other.iterate()])
     assert torch.equal(mean(t), mean(other))
 
@@ -320,7 +320,7 @@ def test_groups_of_any_prompts_are_sampled_by_place_and_scored_by_the_rewards_th
 def test_an_iteration_is_sampling_and_learning_and_can_be_taken_back():
     plain, built = trainer(None), trainer(None)
     before, groups = built.snapshot(), built.sample_groups()
-    advantages = built.algorithm.advantages(groups.rewards, built.loop.weights)
+    advantages = built.algorithm.advantages(groups.rewards, built.reward_weights)
     assert untimed([plain.iterate()]) == untimed([built.learn_from(groups, advantages)])
     assert built.iteration == 1 and torch.equal(mean(plain), mean(built))
     built.restore(before)

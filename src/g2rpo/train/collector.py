@@ -3,6 +3,7 @@ while the next are sampled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config
+from g2rpo.config.work import plans_in
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Cond, Example
 from g2rpo.core.devices import same_device
@@ -21,6 +23,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Kernel, Policy, Reward
 from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.engine import Engine, Noise
+from g2rpo.rollout.guidance import sized
 from g2rpo.rollout.memory import BatchSizes, OutOfMemory
 from g2rpo.rollout.scoring import compared, decode_rollout, score_rollouts
 from g2rpo.train.ranks import Division
@@ -148,6 +151,27 @@ class Collector:
         return plans_of(
             algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed
         )
+
+    def plans_of(self, groups: Groups, iteration: int) -> list[Plan]:
+        """The plan of every group of all ranks: prompt by prompt, K plans each."""
+        plans = self.plans(groups.algorithm, iteration)
+        return plans * (len(groups.rewards) // len(plans))
+
+    def find_sizes(self, algorithm: Algorithm, iteration: int, cond: Cond, heldout: int) -> None:
+        """Measures batch sizes that are `auto`, up to the largest that an iteration, or an
+        evaluation of `heldout` prompts of this rank, can use."""
+        if not self.sizes.auto:
+            return
+        c, policy, division = self.config, self.policy, self.division
+        plans = division.plans.shard(plans_in(c, iteration))
+        prompts = division.own(c.trainer.prompts_per_iteration)
+        members = prompts * len(plans) * algorithm.group_size
+        size = c.judged_size  # the larger of the two is measured
+        larger = size is not None and math.prod(size) > c.policy.height * c.policy.width
+        # with its own guidance, whose calls are no smaller than training's (`consistency`)
+        with self.shards.sampling(), sized(policy, size if larger else None):
+            noise = policy.noise([generator_for("memory")])
+            self.sizes.find(policy, cond.rows([0]), noise, max(members, heldout))
 
     def pictures(self, groups: Groups) -> list[Tensor]:
         """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each group, by tails and members."""

@@ -30,9 +30,8 @@ from g2rpo.train.evaluation.heldout import (
     right_in_words,
     save_evaluation,
 )
-from g2rpo.train.evaluation.sampler import Sampler, sampler_of
+from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.learner import Learner
-from g2rpo.train.loop import Loop
 from g2rpo.train.monitor.alarms import DIVERSITIES, judged_gain
 from g2rpo.train.monitor.curves import curves, save_figure
 from g2rpo.train.monitor.image_statistics import image_statistics, statistics_row
@@ -301,24 +300,6 @@ class Evaluator:
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.full((len(prompts),), torch.nan)
-
-
-def evaluator_of(
-    loop: Loop, judges: Mapping[str, Reward], heldout: Sequence[str], shards: Replicated, run: Run
-) -> Evaluator:
-    """The evaluator of a run."""
-    config, sampler = loop.config, sampler_of(loop.config, loop.policy)
-    return Evaluator(
-        sampler=sampler,
-        learner=loop.learner,
-        rewards=loop.rewards,
-        judges=judges,
-        heldout=heldout,
-        sizes=loop.sizes,
-        shards=shards,
-        run=run,
-        spread_on=spread_prompts(config, sampler.num_steps, len(heldout)),
-    )
 
 
 def spread_prompts(config: Config, steps: int, heldout: int) -> int:

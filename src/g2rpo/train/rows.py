@@ -14,15 +14,15 @@ from g2rpo.core.distributed import World
 from g2rpo.core.plans import Plan
 from g2rpo.core.statistics import group_std, spearman
 from g2rpo.rollout.memory import BatchSizes
-from g2rpo.train.collector import Collected
-from g2rpo.train.stopwatch import Stopwatch
+from g2rpo.train.collector import Groups
 
 
 def of_groups(
-    plans: Sequence[Plan], names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float
+    plans: Sequence[Plan], names: Sequence[str], groups: Groups, advantages: Tensor
 ) -> Row:
     """Statistics of rewards [N, R, M, G] and advantages [N, G] of the N groups of all ranks, with
     their plans: R rewards, M tails (granularities), G members; NaN means "no score"."""
+    rewards, clip = groups.rewards, groups.algorithm.advantage_clip
     branches = [plan.branch for plan in plans]
     tails = [plan.tail_names for plan in plans]
     return {
@@ -107,15 +107,10 @@ def reward_metrics(
     }
 
 
-def of_cost(
-    collected: Collected,
-    world: World,
-    sizes: BatchSizes,
-    watch: Stopwatch,
-    device: torch.device,
-) -> Row:
+def of_cost(groups: Groups, world: World, sizes: BatchSizes, device: torch.device) -> Row:
     """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an
     accelerator, the bytes of its peak so far."""
+    collected, seconds = groups.collected, groups.watch.seconds
     memory = (
         {"memory_peak": accelerator(device).max_memory_allocated(device)}
         if measures_memory(device)
@@ -133,7 +128,7 @@ def of_cost(
         "out_of_memory": halved,
         "ranks": world.size,
         **memory,
-        "seconds": sum(watch.seconds.values()),
+        "seconds": sum(seconds.values()),
         "seconds_overlapped": collected.seconds_overlapped,
-        **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
+        **{f"seconds/{phase}": took for phase, took in seconds.items()},
     }

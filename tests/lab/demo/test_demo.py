@@ -203,7 +203,7 @@ def test_a_group_is_the_first_iteration_of_the_run(run, session):
     bit. Advantages are exactly those of the group's scores."""
     trainer = build(Request(config=session.config))
     policy, collector = trainer.policy, trainer.collector
-    asked = trainer.loop.order.batch(0, 1)
+    asked = trainer.order.batch(0, 1)
     spec, cond = collector.own_spec(trainer.algorithm, 0), policy.encode(asked)
     sampled = collector.collect(spec, cond, asked, Stopwatch())
     assert session.plans == [rollout.plan for rollout in sampled.rollouts]
@@ -218,7 +218,7 @@ def test_a_group_is_the_first_iteration_of_the_run(run, session):
         assert near(group.noised, policy.decode(rollout.transitions[-1].x_next))
         rewards = sampled.rewards[plan]
         torch.testing.assert_close(group.rewards, rewards, **DRAWN, equal_nan=True)
-        own = trainer.algorithm.advantages(group.rewards[None], trainer.loop.weights)[0]
+        own = trainer.algorithm.advantages(group.rewards[None], trainer.reward_weights)[0]
         assert torch.equal(group.advantages, own)
         assert heard[-1][0] == heard[-1][1]  # what was announced is what was needed
     tuned = trace_group(session, asked[0], **more, tuned=True)

@@ -17,7 +17,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.lab.report.history import RunHistory, SeedGroup
-from g2rpo.train.listeners.first_group import ADVANTAGE
+from g2rpo.train.first_group import ADVANTAGE
 from g2rpo.train.monitor.pictures import clip_of, figure, pil_of, read_webp, webp
 from g2rpo.train.monitor.scores import (
     SHOWN,

@@ -273,7 +273,7 @@ class Session:
         self._wait()
         t = self.trainer
         self._look()
-        t.set_length(max(1, t.iteration))
+        self._set_length(max(1, t.iteration))
         if t.iteration and t.final is None:  # weights came back since the last look
             t.evaluate()
         for iteration, one in ((0, t.base), (t.iteration, t.final)):
@@ -282,6 +282,14 @@ class Session:
         votes.write_pairs(t.run)
         t.save()
         return t.finish()
+
+    def _set_length(self, iterations: int) -> None:
+        """Gives the run another number of iterations; config.yaml says so."""
+        t = self.trainer
+        length = t.config.trainer.model_copy(update={"iterations": iterations})
+        t.config = t.config.model_copy(update={"trainer": length})
+        with t.run.written(t.run.config) as path:
+            path.write_text(t.config.to_yaml(), encoding="utf-8")
 
     # what an answer does
 

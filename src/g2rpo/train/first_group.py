@@ -15,11 +15,9 @@ from g2rpo.core.statistics import group_std
 from g2rpo.rollout.scoring import decode
 from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import verdicts
-from g2rpo.train.listeners.listener import Listener
-from g2rpo.train.loop import Loop
+from g2rpo.train.listeners import Listener
 from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, stills
 from g2rpo.train.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
-from g2rpo.train.run.folder import Run
 
 CLOSE = 0.05
 """The range of scores in a group, as a part of them, of which few are a sign of rounding: scores that
@@ -34,25 +32,22 @@ class FirstGroup(Listener):
     (`widest`), of clips their middle frames, with their scores and advantages, and draws them, a
     row for each tail; nothing where no pictures are compared."""
 
-    loop: Loop
-    run: Run
-
     def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
-        if self.loop.iteration == 1 and self.run.world.is_main:
-            for said in rounded(list(self.loop.rewards), groups.rewards):
-                self.run.notify(said)
-        latent = all(reward.latent for reward in self.loop.rewards.values())
+        if self.trainer.iteration == 1 and self.trainer.run.world.is_main:
+            for said in rounded(list(self.trainer.rewards), groups.rewards):
+                self.trainer.run.notify(said)
+        latent = all(reward.latent for reward in self.trainer.rewards.values())
         if (
-            self.loop.iteration == 1
-            and self.run.writes
+            self.trainer.iteration == 1
+            and self.trainer.run.writes
             and not (latent or groups.algorithm.uses_rewards)
         ):
             self.save(groups, advantages)
 
     def save(self, groups: Groups, advantages: Tensor) -> None:
-        policy, sizes, names = self.loop.policy, self.loop.sizes, list(self.loop.rewards)
+        policy, sizes, names = self.trainer.policy, self.trainer.sizes, list(self.trainer.rewards)
         by_name = {name: groups.collected.rewards[:, place] for place, name in enumerate(names)}
-        right = verdicts(self.loop.rewards, by_name)
+        right = verdicts(self.trainer.rewards, by_name)
         number = widest(groups.collected.rewards, right)
         rollout, scores = groups.collected.rollouts[number], groups.collected.rewards[number]
         shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
@@ -85,12 +80,14 @@ class FirstGroup(Listener):
             for m, tail in enumerate(picture_rows)
             for row in score_rows([prompt] * shape[1], tail.scores, tail.right)
         ]
-        folder = self.run.first_group
-        with self.run.writing(folder):
+        folder = self.trainer.run.first_group
+        with self.trainer.run.writing(folder):
             save_pictures(folder, images.flatten(0, 1), range(len(rows)), 0)
             save_inputs(folder, [prompt], [0])
-            save_rows(self.run.group_scores, rows)
-            save_grid(self.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
+            save_rows(self.trainer.run.group_scores, rows)
+            save_grid(
+                self.trainer.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}"
+            )
 
 
 def rounded(names: Sequence[str], rewards: Tensor) -> Iterator[str]:
