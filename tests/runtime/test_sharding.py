@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g2rpo.config.resolve import resolve
-from g2rpo.core.distributed import ALONE, World
-from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.distributed import ALONE
+from g2rpo.core.errors import Stopped, UserError, refuse
 from g2rpo.core.stopping import Stopping
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models.adapters import PREFIX
@@ -26,7 +26,7 @@ from g2rpo.models.sharding import Sharded
 from g2rpo.train import learner
 from g2rpo.train.build import Request
 from g2rpo.train.command import train_built
-from g2rpo.train.ranks import build_sharding
+from g2rpo.train.ranks import faults_of_sharding, ranks_of_node
 from g2rpo.train.run import checkpoint as checkpointing
 from g2rpo.train.run.checkpoint import checkpoints
 from tests.support import policies, ranks
@@ -549,4 +549,4 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
 def test_what_cannot_be_divided_is_refused(overrides, size, message):
     asked = config("policy.tuning=full", "trainer.sharding=full", *overrides)
     with pytest.raises(UserError, match=message):
-        build_sharding(asked, World(0, size))
+        refuse(faults_of_sharding(asked, size, ranks_of_node()))

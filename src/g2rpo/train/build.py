@@ -10,7 +10,7 @@ from pathlib import Path
 from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import counted
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.images import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward, Scorer
@@ -22,7 +22,7 @@ from g2rpo.train.checks import check, check_policy
 from g2rpo.train.contents import contents_of
 from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.monitor.trackers import build_trackers
-from g2rpo.train.ranks import build_sharding, divided, prompts_to_come
+from g2rpo.train.ranks import build_sharding, prompts_to_come
 from g2rpo.train.run.checkpoint import newest_iteration
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
@@ -55,7 +55,7 @@ def build(request: Request) -> Trainer:
     everything that is missing or wrong before anything is loaded or written."""
     given, run, main = request.given, Run(request.run_dir), request.world.is_main
     check_inputs([*(given.prompts or ()), *(given.heldout or ())])
-    found = check(request.config, given, request.run_dir)
+    found = check(request.config, given, request.run_dir, request.world)
     show_prompts(found, request.emit)
     contents = contents_of(found) if main and request.run_dir is not None else {}
     if request.resume and main:
@@ -78,13 +78,13 @@ def trainer_of(found: Found, request: Request) -> Trainer:
     """The trainer of what was found. Prompts are encoded before policy and rewards are on the
     device."""
     config, given, world = found.config, found.given, request.world
-    divided(config, world)  # refuses ranks that cannot have equally many groups
     if world.is_main:
         for caution in cautions_of(found):
             request.notify(caution)
     sharding = build_sharding(config, world)
-    given_one = given_policy(found)
-    policy = built_policy(found, request, sharding) if given_one is None else given_one
+    policy = given.policy
+    if policy is None:
+        policy = built_policy(found, request, sharding)
     check_policy(config, policy)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
         check_counts([*found.prompts, *found.heldout], takes)
@@ -114,15 +114,6 @@ def cautions_of(found: Found) -> list[str]:
         trained_on(found.prompts, found.heldout),
     )
     return [said for said in every if said is not None]
-
-
-def given_policy(found: Found) -> Policy | None:
-    sharding = found.config.trainer.sharding
-    if found.given.policy is not None and sharding != "none":
-        raise UserError(
-            f"trainer.sharding={sharding} divides a policy as it is built; one that is given is whole"
-        )
-    return found.given.policy
 
 
 def built_policy(found: Found, request: Request, sharding: Sharded | None) -> Policy:

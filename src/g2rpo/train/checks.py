@@ -18,6 +18,7 @@ from g2rpo.config.work import trained_sigmas_of
 from g2rpo.core import plugins
 from g2rpo.core.contracts import name_of
 from g2rpo.core.devices import pick_device
+from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.http import TooSlow
@@ -28,10 +29,11 @@ from g2rpo.models.load import faults_of_options
 from g2rpo.rewards.catalogue import RewardKind, faults_of_devices, find_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
-from g2rpo.train.consistency import SETTINGS, Check, complaints_of, refuse, refuse_listed
+from g2rpo.train.consistency import SETTINGS, Check, complaints_of, refuse_all, refuse_listed
 from g2rpo.train.dry_run import tried
 from g2rpo.train.found import NOTHING, Found, Given, Question, resolve
 from g2rpo.train.monitor.trackers import faults_of_tracker
+from g2rpo.train.ranks import divided, faults_of_sharding, ranks_of_node
 from g2rpo.train.run.checkpoint import checkpoints
 from g2rpo.train.run.folder import Run
 
@@ -44,12 +46,14 @@ LARGE_TRANSFORMER = 2**28
 def refuse_run(found: Found) -> None:
     """UserError names everything that is missing or wrong. Prompts are read meanwhile."""
     for checks in CHECKS:
-        refuse(checks, found)
+        refuse_all(checks, found)
 
 
-def check(config: Config, given: Given = NOTHING, directory: Path | None = None) -> Found:
-    """The values of all names of a config, checked as for a run in `directory`."""
-    found = resolve(config, given, directory)
+def check(
+    config: Config, given: Given = NOTHING, directory: Path | None = None, world: World = ALONE
+) -> Found:
+    """The values of all names of a config, checked as for a run in `directory` on these ranks."""
+    found = resolve(config, given, directory, world)
     refuse_run(found)
     return found
 
@@ -83,6 +87,17 @@ def _device(found: Found) -> Iterator[str]:
     ):
         if value != plain:
             yield f"policy.device=mps: {key}={str(value).lower()} is not supported there; take it out"
+
+
+def _ranks(found: Found) -> Iterator[str]:
+    """Ranks must have equally many groups, and a sharding must fit them."""
+    config, world = found.config, found.world
+    yield from complaints_of(faults_of_sharding, config, world.size, ranks_of_node())
+    if found.given.policy is not None and config.trainer.sharding != "none":
+        yield (
+            f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
+        )
+    divided(config, world)
 
 
 def _options(found: Found) -> Iterator[str]:
@@ -298,6 +313,7 @@ def _input_pictures(found: Found) -> Iterator[str]:
 CHECKS: Sequence[Sequence[Check]] = (
     (
         _device,
+        _ranks,
         *SETTINGS,
         _options,
         _trackers,

@@ -24,7 +24,7 @@ Check = Callable[[Found], Iterable[str]]
 """What is wrong with a run. A check yields complaints, or raises UserError for its last one."""
 
 
-def refuse(checks: Iterable[Check], found: Found) -> None:
+def refuse_all(checks: Iterable[Check], found: Found) -> None:
     """UserError with what could not be found and with the complaints of all checks, if there are
     any."""
     every = list(found.faults)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from g2rpo.config.schema import Config
+from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Policy, Scorer
 from g2rpo.models import catalogue
@@ -42,6 +43,8 @@ class Found:
     given: Given
     directory: Path | None = None
     """The run's folder, if it is to be written."""
+    world: World = ALONE
+    """The ranks that train together."""
     pipeline: Pipeline | None = None
     """None where a policy is given."""
     spec: PipelineSpec | None = None
@@ -81,11 +84,12 @@ class Found:
 NOTHING = Given()
 
 
-def resolve(config: Config, given: Given = NOTHING, directory: Path | None = None) -> Found:
-    """The values of all names of a config, but for prompts, which a check reads; `directory` is the
-    run's folder."""
+def resolve(
+    config: Config, given: Given = NOTHING, directory: Path | None = None, world: World = ALONE
+) -> Found:
+    """The values of all names of a config, but for prompts, which a check reads."""
     found = named_rewards(config, given)
-    found.directory = directory
+    found.directory, found.world = directory, world
     found.prompts, found.heldout = list(given.prompts or ()), list(given.heldout or ())
     if given.policy is None:
         with found.noting():

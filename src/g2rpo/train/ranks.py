@@ -11,8 +11,8 @@ from g2rpo.config.schema import Config
 from g2rpo.config.work import plans_in
 from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World, number_in
-from g2rpo.core.errors import UserError, refuse
-from g2rpo.data.prompts import PromptOrder
+from g2rpo.core.errors import UserError
+from g2rpo.data.order import PromptOrder
 from g2rpo.models.sharding import Sharded
 
 
@@ -91,30 +91,30 @@ def _undivided(config: Config, each: int) -> str | None:
     return None
 
 
+def ranks_of_node() -> int | None:
+    """The ranks of this node, as a launcher says it."""
+    return number_in("LOCAL_WORLD_SIZE", 0) or None
+
+
 def build_sharding(config: Config, world: World) -> Sharded | None:
-    """The weight placement of `trainer.sharding`; UserError if it is not possible."""
-    node = number_in("LOCAL_WORLD_SIZE", 0) or None
-    check_sharding(config, world.size, node)
+    """The weight placement of `trainer.sharding`, of which there are no `faults_of_sharding`."""
     if config.trainer.sharding == "none":
         return None
-    whole, group = config.trainer.sharding == "training", shard_group(config, world.size, node)
+    group = shard_group(config, world.size, ranks_of_node())
+    whole = config.trainer.sharding == "training"
     return Sharded(world, pick_device(config.policy.device), whole_samples=whole, group=group)
 
 
 def shard_group(config: Config, ranks: int, node: int | None) -> int:
     """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown), in a
-    config that `check_sharding` takes."""
+    config without `faults_of_sharding`."""
     asked = config.trainer.shard_group
     return {"all": ranks, "node": node or 0}[asked] if isinstance(asked, str) else asked
 
 
-def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
-    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or
-    other settings."""
-    refuse(_faults_of_sharding(config, ranks, node))
-
-
-def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator[str]:
+def faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator[str]:
+    """Of a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or other
+    settings."""
     if config.trainer.sharding == "none":
         if config.trainer.shard_group != "all":
             yield "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
@@ -132,6 +132,7 @@ def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterato
     divided = f"trainer.shard_group={config.trainer.shard_group}"
     if config.trainer.shard_group == "node" and node is None:
         yield f"{divided} needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number"
+        return
     group = shard_group(config, ranks, node)
     if ranks % group:
         yield f"{divided}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}"

@@ -31,7 +31,7 @@ from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rollout.guidance import guided_by_hand
 from g2rpo.rollout.memory import BatchSizes, batch_sizes
 from g2rpo.train.checks import check_rewards_alone
-from g2rpo.train.consistency import fitting_plans, refuse
+from g2rpo.train.consistency import fitting_plans, refuse_all
 from g2rpo.train.evaluation.controls import Need
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.found import named_rewards
@@ -74,7 +74,7 @@ def check(config: Config) -> None:
     """UserError for what can be known to be wrong before anything is loaded."""
     find_pipeline(config.policy)
     check_rewards_alone({**config.rewards, **config.evaluation.rewards})
-    refuse((fitting_plans,), named_rewards(config))
+    refuse_all((fitting_plans,), named_rewards(config))
 
 
 def what_it_is(config: Config, training: str) -> str:

@@ -13,7 +13,7 @@ from g2rpo.config.read import completed, load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device, usable_memory
 from g2rpo.core.distributed import World
-from g2rpo.core.errors import UserError, counted, loading
+from g2rpo.core.errors import UserError, counted, loading, refuse
 from g2rpo.core.files import in_bytes, local
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
@@ -27,10 +27,10 @@ from g2rpo.models.pipeline_files import caution
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.train.checks import check_policy
-from g2rpo.train.consistency import SETTINGS, refuse
+from g2rpo.train.consistency import SETTINGS, refuse_all
 from g2rpo.train.found import resolve_settings
 from g2rpo.train.prediction import Planned
-from g2rpo.train.ranks import check_sharding, divided, prompts_to_come, shard_group
+from g2rpo.train.ranks import divided, faults_of_sharding, prompts_to_come, shard_group
 
 COUNTED: dict[str, Callable[[CountedIteration], float]] = {
     "evaluations": lambda it: it.evaluations,
@@ -143,7 +143,7 @@ def make_plan(
     not computed again.
     """
     node = nodes_of(ranks, ranks_per_node)
-    check_sharding(config, ranks, node)
+    refuse(faults_of_sharding(config, ranks, node))
     group = shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
     whole = config = settled(config, cuda)
     # rank 0's has the earliest branch steps, so most evaluations
@@ -248,8 +248,8 @@ class Planner:
             load_config(recipe, overrides, self._notes.append), self._notes.append
         )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
-        check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
-        refuse(SETTINGS, resolve_settings(self.config))
+        refuse(faults_of_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node)))
+        refuse_all(SETTINGS, resolve_settings(self.config))
         self.heldout, self.distinct, self.text_tokens = self._count_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
         self._known = KnownModels()
