@@ -330,7 +330,8 @@ def test_what_the_page_of_the_architecture_finds_is_there():
     for name in rows:
         pkgutil.resolve_name(f"g2rpo.{name}")
     way = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page, re.MULTILINE)
-    assert 10 <= len(way) <= 12 and way[0] == "cli/train.py" and way[-1] == "train/updater.py"
+    steps = way[: way.index("train/updater.py") + 1]
+    assert len(steps) <= 9 and steps[0] == "cli/train.py" and len(way) > len(steps)
     assert all((ROOT / "src" / "g2rpo" / file).is_file() for file in way)
 
 
