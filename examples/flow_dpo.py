@@ -73,8 +73,7 @@ def train(recipe, file, run_dir, updates=UPDATES, **more):
     for update in range(updates):
         own = [pairs[i] for i in torch.randint(len(pairs), (PAIRS,), generator=draw).tolist()]
         files = [file.parent / pair[side] for side in ("chosen", "rejected") for pair in own]
-        # the policy behind the one with stored embeddings has the pipeline
-        x0 = torch.cat([latents_of(policy.policy, path) for path in files])
+        x0 = torch.cat([latents_of(policy, path) for path in files])
         noise = (
             torch.randn(x0[:PAIRS].shape, generator=draw).to(x0).repeat(2, *[1] * (x0.dim() - 1))
         )

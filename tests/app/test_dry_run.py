@@ -9,7 +9,8 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.train.dry_run import try_own_code
+from g2rpo.train.dry_run import tried
+from g2rpo.train.found import Found, Given
 from tests.support.commands import refused
 from tests.support.runs import PROMPTS, brightness, config, darkness
 
@@ -22,7 +23,7 @@ def nothing_loads(monkeypatch):
     def load(*given, **options):
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("g2rpo.models.load.load_pipeline", load)
+    monkeypatch.setattr("g2rpo.models.load.Pipeline.load", load)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,9 @@ def test_an_algorithm_of_ones_own_is_tried_for_an_iteration(fault, said):
 def test_a_trial_asks_for_no_guidance_scale():
     algorithm = Mine(branch_steps=(0, 1))
     asked = config("sampling.guidance_scale=1").model_copy(update={"algorithm": algorithm})
-    given = {"rewards": {"bright": brightness}, "judges": {"dark": darkness}}
-    try_own_code(asked, {**given, "prompts": PROMPTS, "heldout": PROMPTS[:1]})
+    given = Given(rewards={"bright": brightness}, judges={"dark": darkness})
+    found = Found(config=asked, given=given, prompts=PROMPTS, heldout=PROMPTS[:1])
+    assert list(tried(found)) == []
 
 
 def test_a_trial_calls_a_reward_once_with_pictures_of_the_policy():

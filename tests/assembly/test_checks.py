@@ -22,16 +22,19 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.data.prompts import build_prompts, starter_caution, trained_on
 from g2rpo.models import hub, load
-from g2rpo.models.blueprint import trained_on_meta
-from g2rpo.models.options import PolicyConfig
+from g2rpo.models.blueprint import read_blueprint, trained_on_meta
 from g2rpo.models.pipeline_files import missing_parts
+from g2rpo.rewards.catalogue import find_reward
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train import checks
-from g2rpo.train.checks import check, check_trained_steps
-from g2rpo.train.consistency import check_clips, check_plans
+from g2rpo.train.build import Request, build
+from g2rpo.train.checks import check, check_policy
+from g2rpo.train.consistency import faults_of_clips, fitting_plans, refuse
+from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused
 from tests.support.pages import ROOT
+from tests.support.refusals import refusal
 from tests.support.servers import endpoint_that
 from tests.support.variants import few
 from tests.support.waiting import PATIENCE_S
@@ -115,6 +118,57 @@ def test_all_that_is_missing_is_one_message_before_a_model_is_built(capsys, tmp_
         assert f" - {wanted}" in said, (wanted, said)
 
 
+def test_names_options_own_code_and_contradictions_are_one_message(tmp_path):
+    """Each kind of complaint comes from another place."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from g2rpo.algorithms.g2rpo import GranularGRPO\n\n\n"
+        "class Mine(GranularGRPO):\n    def plans(self, num_steps):\n        return [3]\n"
+    )
+    plugins.allow(str(mine))
+    said = refusal(
+        "policy.path=/no/such/model",
+        "rewards.brightness.options.x=1",
+        f"algorithm.name={mine}:Mine",
+        "evaluation.rewards.scene_accuracy=1",
+    )
+    heading, *complaints = said.splitlines()
+    assert heading == "4 things are missing or wrong:" and len(complaints) == 4, said
+    for wanted in (
+        "policy.path=/no/such/model: is no directory",
+        "rewards.brightness.options: unknown option 'x'.",
+        "algorithm Mine",
+        "evaluation.rewards.scene_accuracy: is trained on, and so judged anyway",
+    ):
+        assert any(line.startswith(f"- {wanted}") for line in complaints), (wanted, said)
+
+
+def calls_of(function, monkeypatch):
+    """The arguments with which a function of the package is called from now on."""
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("g2rpo.") and vars(module).get(function.__name__) is function:
+            monkeypatch.setattr(module, function.__name__, counted)
+    return calls
+
+
+def test_what_a_name_means_is_found_once(tmp_path, monkeypatch):
+    """Checks, digests and the built objects of a run take what was found."""
+    pipelines, rewards = (calls_of(it, monkeypatch) for it in (load.find_pipeline, find_reward))
+    config = load_config("words", [])
+    (tmp_path / "run").mkdir()
+    build(Request(config=config, run_dir=tmp_path / "run", notify=lambda message: None))
+    assert pipelines == [(config.policy,)]
+    keys = [f"rewards.{name}" for name in config.rewards]
+    keys += [f"evaluation.rewards.{name}" for name in config.evaluation.rewards]
+    assert len(keys) > 1 and sorted(key for key, _ in rewards) == sorted(keys)
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "said"),
     [
@@ -153,7 +207,9 @@ def test_rewards_that_do_not_fit_the_pictures_or_teach_nothing_are_refused(recip
 def test_rewards_that_fit_the_pictures_are_not():
     check(load_config("scenes", ["policy.height=128", "evaluation.height=64"]))
     clips = PolicyConfig(path="x", height=64, width=64, num_frames=5)
-    check_clips({"moves": RewardConfig(kind=MOTION)}, clips)
+    plugins.allow(MOTION)
+    moves = find_reward("rewards.moves", RewardConfig(kind=MOTION))
+    assert list(faults_of_clips([moves], clips)) == []
 
 
 @pytest.mark.parametrize(
@@ -233,7 +289,7 @@ def test_what_a_large_model_refuses_is_told_before_it_is_loaded(
     capsys, tmp_path, monkeypatch, tiny_config
 ):
     monkeypatch.setattr(checks, "LARGE_TRANSFORMER", 0)
-    monkeypatch.setattr(load, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(load.Pipeline, "load", lambda *_, **__: pytest.fail("loaded"))
     wrong = ["policy.width=33", "rewards.brightnes=1"]
     err = refused(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")
     assert "policy.height and policy.width must be multiples of 4 for this model, got 32x33" in err
@@ -277,7 +333,8 @@ def test_trained_parameters_are_those_of_the_policy(request, model, options):
     )
     policy = load.build_policy(config)
     trained = {name: each.shape for name, each in policy.tuning.named().items()}
-    assert {name: each.shape for name, each in trained_on_meta(config)[1].items()} == trained
+    _, planned = trained_on_meta(read_blueprint(config), config)
+    assert {name: each.shape for name, each in planned.items()} == trained
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_named(
@@ -288,7 +345,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(
     words = ["trainer.keep_checkpoints=2", "policy.tuning=full", "optim.ema_decay=0.5"]
     done(capsys, "train", tiny_config, *words, "--run-dir", tmp_path / "run")
     config = load_config(str(tiny_config), words)
-    entries = sum(each.numel() for each in trained_on_meta(config.policy)[1].values())
+    _, trained = trained_on_meta(read_blueprint(config.policy), config.policy)
+    entries = sum(each.numel() for each in trained.values())
     written = sum(
         path.stat().st_size
         for folder in ("checkpoints", "transformer")
@@ -299,13 +357,13 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(
 
     free = [4 * entries * (3 * 4 + 1)]  # one more, until it is whole
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: namedtuple("u", "free")(*free))
-    check(config, {}, tmp_path / "new")
+    check(config, directory=tmp_path / "new")
     old_too = load_config(str(tiny_config), [*words, "algorithm.name=diffusion_nft"])
     with pytest.raises(UserError, match="checkpoints and weights take"):
-        check(old_too, {}, tmp_path / "new")
+        check(old_too, directory=tmp_path / "new")
     free[0] -= 1
     with pytest.raises(UserError, match=r"new: checkpoints and weights take .* free; free some"):
-        check(config, {}, tmp_path / "new")
+        check(config, directory=tmp_path / "new")
 
 
 def test_a_proxy_that_cannot_be_used_is_told_with_all_else(monkeypatch):
@@ -332,7 +390,7 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
                 UserError,
                 match=f"policy.path=me/mine: is no local directory, and is not in .* the hub {why}",
             ):
-                load.locate_pipeline("me/mine")
+                load.find_pipeline(PolicyConfig(path="me/mine", height=64, width=64))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert (
         hub.obstacle("me/mine")
@@ -412,8 +470,8 @@ def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
         if config.policy.lora_above not in policies:
             policies[config.policy.lora_above] = load.build_policy(config.policy)
         try:
-            check(config, given={"trackers": []})
-            check_trained_steps(config, policies[config.policy.lora_above])
+            check(config, Given(trackers=[]))
+            check_policy(config, policies[config.policy.lora_above])
         except UserError:
             refused_ones.add(name)
     assert refused_ones == {word for word in re.findall(r"`(\w+)`", sentence) if word in ALGORITHMS}
@@ -426,7 +484,7 @@ def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(rec
     own = load_config(recipe, [])
     for name in ALGORITHMS.keys() - {own.algorithm.name}:
         config, told = named_with(recipe, name)
-        check_plans(config.algorithm, config.sampling)
+        refuse([fitting_plans], Found(config=config, given=NOTHING))
         published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
         changed = differences(config, published) | {
             key: values

@@ -17,7 +17,8 @@ from g2rpo.models.catalogue import flux, sd3
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import build_rewards, check_rewards
 from g2rpo.rewards.options import RewardConfig
-from g2rpo.train.checks import lacks_of_device
+from g2rpo.train import checks
+from g2rpo.train.found import resolve
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
@@ -84,7 +85,7 @@ def test_shared_options_are_checked_before_anything_is_loaded(name, option, valu
 )
 def test_what_apples_gpus_lack_is_refused_by_name(monkeypatch, overrides, facts):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    said = list(lacks_of_device(load_config("words", ["policy.device=mps", *overrides])))
+    said = list(checks._device(resolve(load_config("words", ["policy.device=mps", *overrides]))))
     for complaint, fact in zip(said, facts, strict=True):
         assert complaint.startswith("policy.device=mps") and fact in complaint
 
@@ -103,5 +104,6 @@ def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="is a StableDiffusion3Pipeline, but this recipe is for a FluxPipeline"
     ):
-        load.locate_pipeline(str(tmp_path), load_config("flux1-dev-lora", []).policy.pipeline)
-    assert load.locate_pipeline(str(tmp_path))[1] == "StableDiffusion3Pipeline"
+        load.find_pipeline(load_config("flux1-dev-lora", [f"policy.path={tmp_path}"]).policy)
+    options = PolicyConfig(path=str(tmp_path), **SIZE)
+    assert load.find_pipeline(options).kind == "StableDiffusion3Pipeline"

@@ -16,8 +16,9 @@ from g2rpo.core.errors import UserError
 from g2rpo.models import blueprint, load, pipeline_files
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import weight_files
-from g2rpo.train.checks import check_input_pictures
-from g2rpo.train.consistency import Wanted
+from g2rpo.train import checks
+from g2rpo.train.consistency import refuse
+from g2rpo.train.found import Given, resolve
 from tests.support.commands import refused, write_tiny
 from tests.support.variants import few
 
@@ -78,7 +79,8 @@ def test_what_cannot_be_trained_is_refused_before_it_is_loaded(tmp_path, case):
     ],
 )
 def test_solvers_of_flows_are_flows(tmp_path, scheduler):
-    pipeline_files.check_files("x", folder_of(tmp_path, scheduler=scheduler).path)
+    folder = folder_of(tmp_path, scheduler=scheduler).path
+    assert list(pipeline_files.faults_of_files(folder)) == []
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,9 @@ def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
 def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kind, images, message):
     config = load_config("scenes", [])
     config = config.model_copy(update={"policy": folder_of(tmp_path, kind)})
-    run = Wanted(config, lists={"prompts": [Prompt("make it red", images)], "heldout": []})
+    found = resolve(config, Given(prompts=[Prompt("make it red", images)], heldout=[]))
     with pytest.raises(UserError, match=message):
-        check_input_pictures(run)
+        refuse([checks._input_pictures], found)
 
 
 WRONG = {

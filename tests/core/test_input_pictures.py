@@ -17,10 +17,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.images import digest_of_prompts, read_inputs
 from g2rpo.core.types import Frames
 from g2rpo.data.sources import read_prompts
-from g2rpo.models import load
-from g2rpo.models.embedding_cache import cache_embeddings
-from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore
-from g2rpo.models.options import PolicyConfig
+from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore, open_store
+from g2rpo.models.load import find_pipeline
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
 from tests.support.runs import (
@@ -246,7 +244,8 @@ def test_a_run_keeps_input_pictures_beside_what_was_made_of_them(tmp_path):
 
 
 def test_sample_takes_an_input_picture(tmp_path, says, monkeypatch):
-    monkeypatch.setattr(load, "load_pipeline", lambda *args, **more: Loaded(Editing()))
+    loaded = Loaded(Editing())
+    monkeypatch.setattr("g2rpo.lab.sample.load_pipeline", lambda *args, **more: loaded)
     picture(tmp_path / "a.png")
     says("sample darker --image a.png --model testbed --steps 2 --out out")
     (line,) = (tmp_path / "out/prompts.jsonl").read_text().splitlines()
@@ -260,13 +259,12 @@ def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):
     """The VAE encodes input pictures, some models at the size of the output; text does not depend
     on either."""
 
-    def folder(pictured, height=64):
-        text = Counting()
-        text.pictured = pictured
+    def folder(edits, height=64):
         policy = PolicyConfig(path="testbed", height=height, width=64)
-        return cache_embeddings(text, policy, str(tmp_path), pytest.fail).store.folder
+        content = find_pipeline(policy).content
+        return open_store(str(tmp_path), policy, content, edits=edits, guided=False).folder
 
-    assert folder(()) == folder((), height=32)
-    assert len({folder(()), folder(("image_latents",)), folder(("image_latents",), height=32)}) == 3
+    assert folder(False) == folder(False, height=32)
+    assert len({folder(False), folder(True), folder(True, height=32)}) == 3
     contents = [json.loads(file.read_text())["content"] for file in tmp_path.rglob("identity.json")]
     assert len(set(contents)) == 2  # with the VAE, and without

@@ -78,8 +78,7 @@ def build(world, folder, model, *overrides, **options):
 def assert_placed(trainer):
     """The transformer and the VAE are on the device; the text encoders, whose prompts are all
     encoded, are not."""
-    policy = getattr(trainer.policy, "policy", trainer.policy)
-    for name, part in policy.pipeline.components.items():
+    for name, part in trainer.policy.pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             places = {tensor.device.type for tensor in (*part.parameters(), *part.buffers())}
             assert places == {"cpu" if name.startswith("text_encoder") else "fakegpu"}, (
@@ -226,13 +225,13 @@ def encode(world, folder, model, *overrides):
     and VAE, and of its text encoders; and how many prompts were encoded."""
     torch.fakegpu.reset_peak_memory_stats()
     trainer = build(world, folder, model, *overrides)
-    pipeline = trainer.policy.policy.pipeline
+    pipeline = trainer.policy.pipeline
     return {
         "peak": torch.fakegpu.max_memory_allocated(),
         "painting": size_of(pipeline.transformer) + size_of(pipeline.vae),
         "encoding": size_of(pipeline.text_encoder) + size_of(pipeline.text_encoder_2),
         "now": torch.fakegpu.memory_allocated(),
-        "encoded": trainer.policy.encoder.encoded,
+        "encoded": trainer.policy.stored.encoded,
     }
 
 
@@ -255,7 +254,7 @@ def peaks(world, folder, model, *overrides):
     trainer.iterate()  # now moments are there
     peak("evaluation", trainer.evaluate)
     peak("iteration", trainer.iterate)
-    policy = trainer.policy.policy
+    policy = trainer.policy
     shapes = shapes_of(policy, read_blueprint(settings.policy))
     # transformers has another torch.linspace while it loads a model, and torch remembers that one
     torch.utils._device._device_constructors.cache_clear()
@@ -281,8 +280,8 @@ def use(world, folder, model):
     own = trainer.sample([prompt])
 
     places, inner = [], load.Loaded.policy
-    load.Loaded.policy = lambda loaded, *given: (
-        places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
+    load.Loaded.policy = lambda loaded, *given, **more: (
+        places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given, **more)
     )
     sample([prompt], sample_config(run_settings(run), seed=0, batch_size=2), folder / "sampled")
     load.Loaded.policy = inner
@@ -290,7 +289,7 @@ def use(world, folder, model):
     standing = torch.fakegpu.memory_allocated()
     torch.fakegpu.reset_peak_memory_stats()
     table = api.evaluate(run, trainer.rewards, [prompt])
-    pipeline = trainer.policy.policy.pipeline
+    pipeline = trainer.policy.pipeline
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (
         size_of(pipeline.transformer) + size_of(pipeline.vae)
     )

@@ -9,7 +9,6 @@ import pytest
 
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models import load
-from g2rpo.models.embedding_cache import cache_embeddings
 from g2rpo.train.build import Request, build
 from tests.fake_device import cases, device, faults
 from tests.rewards.learned import LEARNED, save_learned
@@ -233,10 +232,8 @@ def test_text_encoders_leave_before_the_transformer_comes(run, flux_directory):
 
 def test_embeddings_that_a_cpu_has_made_serve_the_device(run, flux_directory, tmp_path):
     settings = cases.config(tmp_path, flux_directory, "policy.device=cpu")
-    text = load.load_pipeline(settings.policy, tuning="frozen").text
-    cache_embeddings(text, settings.policy, settings.prompts.cache, print).encode(
-        [*cases.PROMPTS, ""]
-    )
+    loaded = load.load_pipeline(settings.policy, tuning="frozen")
+    loaded.cached(settings.prompts.cache, print).encode([*cases.PROMPTS, ""])
     (warm,) = run(cases.encode, flux_directory)
     # text encoders never come
     assert warm["encoded"] == 0 and warm["peak"] < warm["painting"] * 1.1

@@ -9,9 +9,7 @@ from safetensors.torch import load_file
 
 from g2rpo.core.images import to_uint8
 from g2rpo.lab.evaluate import _save_grid
-from g2rpo.models import load
-from g2rpo.train.monitor.image_statistics import image_statistics
-from g2rpo.train.monitor.pictures import (
+from g2rpo.train.monitor.clips import (
     CLIP_FRAMES,
     CLIP_SIDE,
     read_clip,
@@ -99,9 +97,7 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
 def sampled(capsys, monkeypatch, folder, *options):
     """Two samples of a policy of clips: (exit code, stdout, stderr)."""
     loaded = Loaded(Clips(frames=6, size=32))
-    monkeypatch.setattr(load, "load_pipeline", lambda *args, **more: loaded)
-    # which has no tokenizers
-    monkeypatch.setattr("g2rpo.lab.sample.warn_of_prompts", lambda *asked: None)
+    monkeypatch.setattr("g2rpo.lab.sample.load_pipeline", lambda *args, **more: loaded)
     words = ["sample", "0", "0.5", "--model", "testbed", "--steps", 2, "--out", folder]
     return g2rpo(capsys, *words, *options)
 

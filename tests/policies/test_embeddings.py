@@ -12,16 +12,14 @@ from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
 from g2rpo.models import embeddings, load
-from g2rpo.models.embedding_cache import cache_embeddings
 from g2rpo.models.embeddings import (
     CachedEncoder,
-    CachedPolicy,
     DamagedEmbedding,
     EmbeddingStore,
     encode_ahead,
+    open_store,
 )
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.models.options import PolicyConfig
 from g2rpo.train.ranks import prompts_to_come
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
@@ -41,8 +39,7 @@ def complain(message):
 def cached(path, cache="auto", **options):
     """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    text = load.load_pipeline(config, tuning="frozen").text
-    return cache_embeddings(text, config, str(cache), complain)
+    return load.load_pipeline(config, tuning="frozen").cached(str(cache), complain)
 
 
 class Parked(GaussianPolicy):
@@ -60,7 +57,10 @@ class Parked(GaussianPolicy):
 
 
 def gaussian(store, notify=complain):
-    return CachedPolicy(GaussianPolicy(), CachedEncoder(Parked(), store, notify=notify))
+    policy = GaussianPolicy()
+    policy.stored = CachedEncoder(Parked(), store, notify=notify)
+    policy.encode = policy.stored.encode
+    return policy
 
 
 def equal(a, b):
@@ -154,8 +154,7 @@ def test_every_part_that_encodes_is_in_the_key_and_no_other(
     """Models name what encodes beside text encoders in their own ways: Qwen-Image-2.1 and the edit
     models have a processor, LongCat-Image a text_processor, Krea-2 layers of its text encoder in
     the index. An edit model's VAE encodes its input pictures."""
-    text, folder = Parked(), shutil.copytree(flux_directory, tmp_path / "model")
-    text.pictured = edits
+    folder = shutil.copytree(flux_directory, tmp_path / "model")
     config = PolicyConfig(path=str(folder), **SIZE)
     index = json.loads((folder / "model_index.json").read_text())
     names = ("processor", "text_processor", "scheduler", "transformer", "vae")
@@ -163,7 +162,8 @@ def test_every_part_that_encodes_is_in_the_key_and_no_other(
 
     def key(**more):
         (folder / "model_index.json").write_text(json.dumps({**index, **more}))
-        return cache_embeddings(text, config, "auto", complain).store.folder
+        content = load.find_pipeline(config).content
+        return open_store("auto", config, content, edits=edits, guided=False).folder
 
     keys = [key(), key(text_encoder_select_layers=[2, 5]), key(_diffusers_version="0")]
     for name in names:
@@ -221,7 +221,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
     assert rows == plain[0] and torch.equal(weights, plain[1])
     (warning,) = warnings
     assert "File too large" in warning and "prompts.cache" in warning
-    assert full.encoder.missing(PROMPTS) == PROMPTS and not full.encoder.fill(PROMPTS)
+    assert full.stored.missing(PROMPTS) == PROMPTS and not full.stored.fill(PROMPTS)
 
 
 def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):

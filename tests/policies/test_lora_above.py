@@ -20,7 +20,7 @@ from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.load import build_policy, load_weights
 from g2rpo.models.pipelines import check_options
-from g2rpo.train.checks import check_trained_steps
+from g2rpo.train.checks import check_policy
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.run.folder import Run
 from tests.support.commands import g2rpo, refused
@@ -208,7 +208,7 @@ def test_what_is_trained_lies_above(original, change, message):
     config = load_config("scenes-fast", ["sampling.shift=3", above, *change.split()])
     policy = load(original, lora_above=ABOVE)
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        check_trained_steps(config, policy)
+        check_policy(config, policy)
 
 
 def test_check_model_refuses_it(capsys):

@@ -8,8 +8,7 @@ from PIL import Image
 from g2rpo.core.data import Prompt
 from g2rpo.models import load
 from g2rpo.models.catalogue import SPECS
-from g2rpo.models.load import warn_of_prompts
-from g2rpo.models.options import PolicyConfig
+from g2rpo.models.reading import tokens_read, warn_of_long
 from g2rpo.models.spec import parameters_of
 from g2rpo.models.text import TextEncoders, tokens_read, warn_of_long
 from tests.policies.test_any_pipeline import small_pictures  # noqa: F401 (for every test here)
@@ -122,5 +121,5 @@ def test_prompts_that_an_embedded_model_has_not_learnt_are_told_of(path, prompts
     """It draws blobs for them."""
     said = []
     loaded = load.load_pipeline(PolicyConfig(path=path, height=64, width=64), tuning="frozen")
-    warn_of_prompts(loaded, prompts, said.append)
+    loaded.warn_of(prompts, said.append)
     assert said == [] if told is None else said[0].startswith(told) and "it knows " in said[0]

@@ -49,7 +49,7 @@ def test_two_iterations_are_the_packages_to_the_bit(tmp_path):
     moved = 0
     for mine, theirs, base in zip(
         nano.parameters(),
-        trainer.policy.policy.transformer.parameters(),
+        trainer.policy.transformer.parameters(),
         before.parameters(),
         strict=True,
     ):

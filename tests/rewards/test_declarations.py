@@ -12,13 +12,14 @@ from g2rpo.config.read import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
-from g2rpo.lab.plan.answer import for_memory, overrides_of
-from g2rpo.lab.plan.models import cost_of_reward
-from g2rpo.rewards.catalogue import REWARDS, build_rewards, check_rewards, defaults_of
+from g2rpo.lab.plan.fit import for_memory, overrides_of
+from g2rpo.lab.plan.rewards import cost_of_reward
+from g2rpo.rewards.catalogue import REWARDS, build_rewards, check_rewards, find_reward
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.contents import contents_of
+from g2rpo.train.found import resolve
 from tests.support.pages import ROOT
 from tests.support.refusals import refusal
 
@@ -29,7 +30,7 @@ NEEDED = {"clip_score": {"path": "apple/DFN5B-CLIP-ViT-H-14"}}
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_declaration_fits_its_constructor(name):
-    kind, options = KINDS[name], defaults_of(KINDS[name])
+    kind, options = KINDS[name], find_reward("rewards.it", RewardConfig(kind=name)).defaults
     assert issubclass(kind, Reward) and inspect.getdoc(kind)
     assert {*kind.files, *filter(None, [kind.code_option])} <= options.keys()
     assert "endpoint" in options or not kind.asks
@@ -173,5 +174,5 @@ def test_a_reward_outside_the_package_trains_and_judges(warmth, tmp_path):
     evaluation = trainer.score_heldout()
     assert torch.equal(evaluation.scores["warm"], evaluation.scores["judge"])
     assert evaluation.right is not None
-    assert tmp_path.name in contents_of(config, ["a"], ["b"], {})["rewards.warm"]
+    assert tmp_path.name in contents_of(resolve(config))["rewards.warm"]
     assert build_rewards(config.rewards)["warm"].name == "Warmth"

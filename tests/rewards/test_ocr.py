@@ -194,7 +194,7 @@ def test_a_run_says_what_it_reads(tmp_path):
     heldout.write_text('a "cat"\n')
     sources = [f"prompts.train={train}", f"evaluation.prompts={heldout}"]
     config, said = load_config("scenes", ["rewards.ocr=1", *sources]), []
-    show_prompts(config, {}, *check(config), lambda event: said.append(event.title + event.text))
+    show_prompts(check(config), lambda event: said.append(event.title + event.text))
     assert said[2:] == [
         "rewards.ocr in training prompts: 2 of 6 name no text and get no score. Read are "
         "'tiger' from 'a \"tiger\"'; 'lion' from \"a 'lion'\"; 'wolf' from 'a «wolf»'",

@@ -9,7 +9,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import CallableReward, Frames
 from g2rpo.rewards.analytic import FunctionReward
-from g2rpo.rewards.catalogue import build_rewards, configured
+from g2rpo.rewards.catalogue import build_rewards, with_frames
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
@@ -100,6 +100,6 @@ def test_the_config_names_frames():
 
 
 def test_a_reward_of_whole_clips_has_no_frames_to_choose():
-    asked = {"own": RewardConfig(kind="function", frames={"every": 2})}
+    asked = RewardConfig(kind="function", frames={"every": 2})
     with pytest.raises(UserError, match=r"rewards\.own\.frames: this reward takes whole clips"):
-        configured({"own": Whole()}, asked)
+        with_frames("own", Whole(), asked)

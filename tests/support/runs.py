@@ -3,7 +3,6 @@ same."""
 
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -69,13 +68,18 @@ class Editing(GaussianPolicy):
 
 
 class Loaded:
-    """A policy in the place of a pipeline that `load.load_pipeline` has read."""
-
-    config = SimpleNamespace(path="own")
+    """A policy in the place of a pipeline that `load.load_pipeline` has read; it has no
+    tokenizers."""
 
     def __init__(self, policy):
-        self.text, self.policy = policy, lambda: policy
+        self.text = policy
         policy.park, policy.at_work, policy.guided = lambda: None, nullcontext, False
+
+    def policy(self, stored):
+        self.text.encode = stored.encode
+        return self.text
+
+    def warn_of(self, prompts, notify): ...
 
 
 def picture(path, colour=(255, 0, 0), size=(6, 4), **how):

@@ -9,8 +9,7 @@ from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.evaluate import run_settings
 from g2rpo.models import load
-from g2rpo.models.options import PolicyConfig
-from g2rpo.train.checks import check_judged_size
+from g2rpo.train.checks import check_policy
 from g2rpo.train.evaluation.sampler import sampler_of
 from tests.support.commands import adapter_of, done, refused
 
@@ -53,4 +52,4 @@ def test_a_size_that_the_model_cannot_make_is_refused(tiny_config, capsys, tmp_p
     assert "evaluation.height, evaluation.width: " in err and "multiples of" in err
     config = load_config(str(tiny_config), LARGER)
     with pytest.raises(UserError, match="a PolicyConfig has one size"):
-        check_judged_size(config, PolicyConfig(path="", height=4, width=4))
+        check_policy(config, PolicyConfig(path="", height=4, width=4))
