@@ -19,17 +19,18 @@ from g2rpo.config.read import load_config
 from g2rpo.config.resolve import differences
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.data.prompts import build_prompts, starter_caution, trained_on
 from g2rpo.models import hub, load
 from g2rpo.models.blueprint import read_blueprint, trained_on_meta
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import missing_parts
 from g2rpo.rewards.catalogue import find_reward
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train import checks
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check, check_policy
-from g2rpo.train.consistency import faults_of_clips, fitting_plans, refuse
+from g2rpo.train.consistency import faults_of_clips, fitting_plans
 from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused

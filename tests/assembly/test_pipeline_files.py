@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo.config.read import load_config
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.models import blueprint, load, pipeline_files
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import weight_files
 from g2rpo.train import checks
-from g2rpo.train.consistency import refuse
 from g2rpo.train.found import Given, resolve
 from tests.support.commands import refused, write_tiny
 from tests.support.variants import few

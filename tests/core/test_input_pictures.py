@@ -19,6 +19,7 @@ from g2rpo.core.types import Frames
 from g2rpo.data.sources import read_prompts
 from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore, open_store
 from g2rpo.models.load import find_pipeline
+from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
 from tests.support.runs import (

@@ -20,6 +20,7 @@ from g2rpo.models.embeddings import (
     open_store,
 )
 from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.models.options import PolicyConfig
 from g2rpo.train.ranks import prompts_to_come
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer

@@ -8,7 +8,7 @@ from PIL import Image
 from g2rpo.core.data import Prompt
 from g2rpo.models import load
 from g2rpo.models.catalogue import SPECS
-from g2rpo.models.reading import tokens_read, warn_of_long
+from g2rpo.models.options import PolicyConfig
 from g2rpo.models.spec import parameters_of
 from g2rpo.models.text import TextEncoders, tokens_read, warn_of_long
 from tests.policies.test_any_pipeline import small_pictures  # noqa: F401 (for every test here)

@@ -9,6 +9,7 @@ from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.evaluate import run_settings
 from g2rpo.models import load
+from g2rpo.models.options import PolicyConfig
 from g2rpo.train.checks import check_policy
 from g2rpo.train.evaluation.sampler import sampler_of
 from tests.support.commands import adapter_of, done, refused

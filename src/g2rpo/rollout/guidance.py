@@ -12,7 +12,6 @@ from torch import Tensor
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import images_of
-from g2rpo.core.types import Prompt
 from g2rpo.rollout.engine import Engine
 
 

@@ -12,7 +12,7 @@ from g2rpo.config.work import plans_in
 from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World, number_in
 from g2rpo.core.errors import UserError
-from g2rpo.data.order import PromptOrder
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import Sharded
 
 
