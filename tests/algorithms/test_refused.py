@@ -7,7 +7,9 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.plan import Planner
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.checks import check
+from g2rpo.train.found import Given
 from tests.support.commands import refused
 from tests.support.runs import config, darkness, trainer
 
@@ -82,7 +84,7 @@ def test_rewards_that_only_tell_once_they_are_built_are_asked_by_the_trainer(tmp
     named = f"rewards={{own: {{kind: '{own}:Own'}}, jpeg_size: 0}}"
     check(
         config(f"algorithm.name={name}", named, "evaluation.rewards={}"),
-        {"policy": None, "prompts": ["a"], "heldout": ["a"]},
+        Given(policy=GaussianPolicy(), prompts=["a"], heldout=["a"]),
     )
     with pytest.raises(UserError, match=f"{name} {NO_GRADIENT} bright;"):
         trainer(None, f"algorithm.name={name}", rewards={"bright": darkness})

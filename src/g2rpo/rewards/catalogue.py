@@ -104,11 +104,14 @@ class RewardKind:
 
     def faults(self) -> Iterator[str]:
         """Unknown options, and values that they cannot have."""
-        for key in _secrets_in(self.entry.options):
+        secrets = list(_secrets_in(self.entry.options))
+        for key in secrets:
             yield (
                 f"{self.key}.options.{key}: a token or a password would end in configs and logs. Put it in an environment "
                 "variable, and name that: endpoint.token_env=NAME, or the name as an option of a reward of yours"
             )
+        if secrets:
+            return  # what is said of a value repeats it
         built_in = self.entry.kind in REWARDS
         types = get_type_hints(self.maker.__init__, include_extras=True) if built_in else {}
         types |= SHARED_OPTIONS if self.declares else {}
