@@ -19,7 +19,7 @@ from g2rpo.config.read import load_config
 from g2rpo.config.resolve import differences
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError, refuse
+from g2rpo.core.errors import UserError
 from g2rpo.data.prompts import build_prompts, starter_caution, trained_on
 from g2rpo.models import hub, load
 from g2rpo.models.blueprint import read_blueprint, trained_on_meta
@@ -30,7 +30,7 @@ from g2rpo.rewards.options import RewardConfig
 from g2rpo.train import checks
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check, check_policy
-from g2rpo.train.consistency import faults_of_clips, fitting_plans
+from g2rpo.train.consistency import faults_of_clips, fitting_plans, refuse_all
 from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused
@@ -485,7 +485,7 @@ def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(rec
     own = load_config(recipe, [])
     for name in ALGORITHMS.keys() - {own.algorithm.name}:
         config, told = named_with(recipe, name)
-        refuse([fitting_plans], Found(config=config, given=NOTHING))
+        refuse_all([fitting_plans], Found(config=config, given=NOTHING))
         published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
         changed = differences(config, published) | {
             key: values

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo.config.read import load_config
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError, refuse
+from g2rpo.core.errors import UserError
 from g2rpo.models import blueprint, load, pipeline_files
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import weight_files
 from g2rpo.train import checks
+from g2rpo.train.consistency import refuse_all
 from g2rpo.train.found import Given, resolve
 from tests.support.commands import refused, write_tiny
 from tests.support.variants import few
@@ -127,7 +128,7 @@ def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kin
     config = config.model_copy(update={"policy": folder_of(tmp_path, kind)})
     found = resolve(config, Given(prompts=[Prompt("make it red", images)], heldout=[]))
     with pytest.raises(UserError, match=message):
-        refuse([checks._input_pictures], found)
+        refuse_all([checks._input_pictures], found)
 
 
 WRONG = {

@@ -9,9 +9,16 @@ from safetensors.torch import load_file
 
 from g2rpo.core.images import to_uint8
 from g2rpo.lab.evaluate import _save_grid
-from g2rpo.train.monitor.clips import CLIP_FRAMES, CLIP_SIDE
 from g2rpo.train.monitor.image_statistics import image_statistics
-from g2rpo.train.monitor.pictures import read_clip, read_webp, reduced, save_clip, stills
+from g2rpo.train.monitor.pictures import (
+    CLIP_FRAMES,
+    CLIP_SIDE,
+    read_clip,
+    read_webp,
+    reduced,
+    save_clip,
+    stills,
+)
 from tests.app.test_evaluate import judging
 from tests.support.commands import g2rpo
 from tests.support.runs import Clips, Loaded, brightness, finished, log, trainer
