@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw
 
 from benchmarks.drawing import TINT, font
 from g2rpo.data.prompts import build_prompts
+from g2rpo.lab.demo.command import opening_of
 from g2rpo.lab.demo.group import GroupTrace, trace_group
 from g2rpo.lab.demo.model import open_model
-from g2rpo.lab.demo.opening import opening_of
 from g2rpo.lab.report.history import RunHistory, read_runs
 from g2rpo.train.monitor.pictures import (
     PAGE_COLOUR,

@@ -31,8 +31,8 @@ import torch
 from diffusers.loaders import single_file_utils as converters
 from torch import Tensor
 
-from g2rpo.lab.export.comfyui import names_for, tensors_for, whole_names
-from g2rpo.lab.export.weights import TunedWeights
+from g2rpo.lab.export import names_for, tensors_for, whole_names
+from g2rpo.lab.tuned_weights import TunedWeights
 from g2rpo.models.adapters import Adapter
 from g2rpo.models.catalogue import SPECS
 

@@ -39,8 +39,8 @@ from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.lab.export.comfyui import names_for, tensors_for
-from g2rpo.lab.export.weights import TunedWeights
+from g2rpo.lab.export import names_for, tensors_for
+from g2rpo.lab.tuned_weights import TunedWeights
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import PREFIX, Adapter, write_tensors
 from g2rpo.models.catalogue import SPECS

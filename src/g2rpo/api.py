@@ -31,7 +31,7 @@ from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.evaluate import run_settings
-from g2rpo.lab.export.formats import export as write_export
+from g2rpo.lab.export import export as write_export
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.sample import SampleConfig, painter, sample_config, tune

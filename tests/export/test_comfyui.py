@@ -18,8 +18,8 @@ from diffusers.loaders import lora_conversion_utils as lora_converters
 from diffusers.loaders import single_file_utils as converters
 
 from g2rpo.core.errors import UserError
-from g2rpo.lab.export.comfyui import names_for, tensors_for, whole_names
-from g2rpo.lab.export.weights import TunedWeights
+from g2rpo.lab.export import names_for, tensors_for, whole_names
+from g2rpo.lab.tuned_weights import TunedWeights
 from g2rpo.models.adapters import Adapter
 from tests.support.tolerances import rounding
 

@@ -18,7 +18,7 @@ from g2rpo import api
 from g2rpo.config.read import completed, load_config
 from g2rpo.core.errors import UserError
 from g2rpo.data.testbed import pipeline_dir
-from g2rpo.lab.export.comfyui import tensors_for
+from g2rpo.lab.export import tensors_for
 from g2rpo.models.adapter_files import FLOATS, HARMLESS, PeftConfig, read_adapter
 from g2rpo.models.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
 from g2rpo.models.blueprint import build_on_meta, build_shallow, read_blueprint, size_of

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.lab.export.weights import _checkpoint
+from g2rpo.lab.tuned_weights import _checkpoint
 from g2rpo.train.run.checkpoint import (
     _digest,
     checkpoints,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.lab.export.comfyui import names_for, tensors_for
+from g2rpo.lab.export import names_for, tensors_for
 from g2rpo.models.adapters import CONFIG, PREFIX, Adapter, endings, write_tensors
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.spec import parameters_of

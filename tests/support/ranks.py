@@ -18,7 +18,7 @@ SLOW_IMPORTS = (
     "g2rpo.api",
     "g2rpo.cli.results",
     "g2rpo.lab.plan.plan",
-    "g2rpo.lab.web.page",
+    "g2rpo.lab.page",
     "g2rpo.data.testbed.rewards",
     "torch._dynamo",
     "torch.distributed.fsdp",

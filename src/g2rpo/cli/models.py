@@ -202,7 +202,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's weights as other programs read them."""
-    from g2rpo.lab.export.formats import export as write
+    from g2rpo.lab.export import export as write
 
     path = write(run, format, checkpoint, out, learnt, partial(warn, console))
     say(console, str(path))

@@ -1,16 +1,18 @@
-"""Commands that serve: the token and the address, which are checked before anything is loaded; and
-`g2rpo serve-reward`, one reward behind HTTP, for a trainer in another environment or on another
-GPU."""
+"""Commands that serve: the token and the address, which are checked before anything is loaded; what
+pages need of Gradio; and `g2rpo serve-reward`, one reward behind HTTP, for a trainer in another
+environment or on another GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from g2rpo.config.resolve import parse_options
 from g2rpo.core import plugins
@@ -134,3 +136,22 @@ def serve_reward(
         with until_ctrl_c():
             server.serve_forever()
         emit(Line("stopped"))
+
+
+@contextmanager
+def needing_gradio(what: str) -> Iterator[None]:
+    """Turns an import that lacks Gradio into a UserError."""
+    try:
+        with without_proxies():
+            yield
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        raise UserError(f"{what} needs Gradio: pip install gradio") from None
+
+
+def without_proxies() -> AbstractContextManager[object]:
+    """While entered, the environment's proxies are not used. Gradio needs it to be imported (some
+    proxies, such as socks://, are an error there) and to start (it asks its own page, which a proxy
+    does not reach)."""
+    return patch.dict(os.environ, no_proxy="*", NO_PROXY="*")

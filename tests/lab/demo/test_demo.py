@@ -19,6 +19,7 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
+from g2rpo.lab.demo.command import FIRST, opening, opening_of
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import offered_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import (
@@ -28,7 +29,6 @@ from g2rpo.lab.demo.model import (
     training_of,
     what_it_is,
 )
-from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import change, drawing_html, run_html, score, trace_html
 from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.models import load

@@ -14,8 +14,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from g2rpo.core.http import refusal
-from g2rpo.lab.serving import Address
-from g2rpo.lab.web import without_proxies
+from g2rpo.lab.serving import Address, without_proxies
 from tests.support.ports import free_port
 
 GIVEN = {"host": "127.0.0.1:7860", "content-length": "100"}
@@ -55,7 +54,7 @@ TO_ALL = Address("0.0.0.0", 7860, public_host="demo.example")
     ],
 )
 def test_requests_of_other_sites_and_large_ones_are_refused(headers, where, status):
-    page = pytest.importorskip("g2rpo.lab.web.page")
+    page = pytest.importorskip("g2rpo.lab.page")
     raw = [(name.encode(), value.encode("latin-1")) for name, value in {**GIVEN, **headers}.items()]
     why = refusal(Headers(raw=raw), page.MAX_BODY, local=where.local, public_host=where.public_host)
     assert (why and why[0]) == status
@@ -76,9 +75,9 @@ import os, sys
 import httpx
 from g2rpo.core.http import refusal
 from g2rpo.lab.serving import Address
-from g2rpo.lab.web import needing_gradio
+from g2rpo.lab.serving import needing_gradio
 with needing_gradio("the demo"):
-    from g2rpo.lab.web.page import page_of, serve
+    from g2rpo.lab.page import page_of, serve
 address = serve(page_of("Any", "demo", "", {}), Address("127.0.0.1", int(sys.argv[1])))
 print(httpx.get(address, trust_env=False).status_code, os.environ.get("no_proxy"), os.environ.get("NO_PROXY"))
 """
@@ -101,7 +100,7 @@ def test_the_page_is_served_whatever_proxies_the_environment_has(proxy):
 def served(request):
     """(address, token) of a page with one question, without a token and with one."""
     gradio = pytest.importorskip("gradio")
-    from g2rpo.lab.web.page import ONE_AT_A_TIME, page_of, serve
+    from g2rpo.lab.page import ONE_AT_A_TIME, page_of, serve
 
     def view(tab):
         box = gradio.Textbox()
@@ -179,7 +178,7 @@ def test_a_malformed_question_is_one_line(served, caplog):
     while caplog.text.count(asked) < 2 and time.monotonic() < ends:
         time.sleep(0.05)
     logging.getLogger("uvicorn.error").removeFilter(keep)
-    told = [record for record in caplog.records if record.name == "g2rpo.lab.web.page"]
+    told = [record for record in caplog.records if record.name == "g2rpo.lab.page"]
     assert [asked in record.getMessage() for record in told] == [True, True]
     assert ["KeyError: 999" in record.getMessage() for record in lines] == [True]
     for record in told + lines:

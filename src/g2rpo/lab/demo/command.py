@@ -1,4 +1,5 @@
-"""`g2rpo demo`: serves a run's model, or any pipeline, in the browser."""
+"""`g2rpo demo`: serves a run's model, or any pipeline, in the browser. It opens with a held-out prompt
+that is chosen from the run's evaluations, and says why."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.events import Emit, Line, silent
@@ -14,11 +17,10 @@ from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
-from g2rpo.lab.demo.opening import FIRST, opening_of
-from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs
 from g2rpo.lab.report.verdict import summary_of
-from g2rpo.lab.serving import Address
-from g2rpo.lab.web import needing_gradio
+from g2rpo.lab.serving import Address, needing_gradio
+from g2rpo.train.monitor.scores import ScoreRow, read_rows, right_of, scores_of
 from g2rpo.train.run.folder import Run, check_weights
 
 EXAMPLES = 4
@@ -45,7 +47,7 @@ def demo(
     where.check()
     with needing_gradio("the demo"):
         from g2rpo.lab.demo import app
-        from g2rpo.lab.web.page import page_of, serve_until
+        from g2rpo.lab.page import page_of, serve_until
 
     def say(words: str) -> None:
         emit(Line(words))
@@ -110,3 +112,40 @@ def _first_views(model: DemoModel, prompt: str, rule: str, say: Say) -> tuple[st
     except (UserError, RewardFailed) as error:
         say(f"it was not drawn: {error}")
     return drawn, group
+
+
+Opening = tuple[int, str]
+"""The number of a held-out prompt, and why it was chosen."""
+FIRST: Opening = 0, "This opens on the first held-out prompt."
+
+
+def opening_of(run: RunHistory) -> Opening:
+    """The opening for a run, from its tables of scores; UserError if they are missing or
+    damaged."""
+    after = SeedGroup((run,)).judged_after
+    if not after:
+        return FIRST
+    base, tuned = (read_rows(run.files.scores(iteration)) for iteration in (0, *after))
+    return opening(base, tuned, run.config.trained) if len(base) == len(tuned) else FIRST
+
+
+def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], names: Sequence[str]) -> Opening:
+    """The first prompt on which training helped: one that was wrong and is right or, if no reward
+    defines right pictures, one on which the scores of all these `names` rose."""
+    before, after = right_of(base), right_of(tuned)
+    if before is not None and after is not None:
+        gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
+        words, worse = "that the base model draws wrong and the tuned one right", "became wrong"
+    else:
+        first, last = scores_of(base), scores_of(tuned)
+        rises = torch.stack([last[name] - first[name] for name in names])
+        gained, lost = (rises > 0).all(0), (rises < 0).all(0)
+        words, worse = f"on which training raised {' and '.join(names)}", "fell"
+    count, others = int(gained.sum()), f"{int(lost.sum()) or 'none'} {worse}"
+    if not count:
+        return (
+            0,
+            f"This opens on the first of {len(base)} held-out prompts: there is none {words}, and {others}.",
+        )
+    rule = f"This opens on the first of the {count} held-out prompts (of {len(base)}) {words}; {others}."
+    return int(gained.nonzero()[0]), rule

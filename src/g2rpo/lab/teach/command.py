@@ -12,10 +12,9 @@ from g2rpo.config.read import completed, load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.events import Emit, Line, Results, cautions, silent
-from g2rpo.lab.serving import Address
+from g2rpo.lab.serving import Address, needing_gradio
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.session import CLICKS, Session
-from g2rpo.lab.web import needing_gradio
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.run.folder import Run, entered
@@ -125,8 +124,8 @@ def teach(
     serves, ended = stored is None, stop or threading.Event()
     if serves:
         with needing_gradio("teach"):
+            from g2rpo.lab.page import page_of, serve_until
             from g2rpo.lab.teach.page import teach_view
-            from g2rpo.lab.web.page import page_of, serve_until
     address = where if serves else None
     with opened(recipe, overrides, run_dir, stored=stored, where=address, emit=emit) as session:
         trainer = session.trainer

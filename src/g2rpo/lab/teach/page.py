@@ -13,10 +13,10 @@ from torch import Tensor
 
 from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.images import read_inputs
+from g2rpo.lab.page import ONE_AT_A_TIME, gr
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.session import FIRST, Session
-from g2rpo.lab.web.page import ONE_AT_A_TIME, gr
 from g2rpo.train.monitor.pictures import seconds_of
 
 USUAL_ANSWERS = 12

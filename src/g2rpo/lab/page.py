@@ -18,8 +18,6 @@ from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
-
 import gradio as gr
 from gradio import queueing, route_utils, routes
 from starlette.datastructures import Headers
@@ -33,8 +31,10 @@ from g2rpo.core.http import refusal
 from g2rpo.core.plain import printable
 from g2rpo.core.stopping import until_ctrl_c
 from g2rpo.lab.report.page import compare_style
-from g2rpo.lab.serving import Address
-from g2rpo.lab.web import without_proxies
+from g2rpo.lab.serving import Address, without_proxies
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
+
 
 View = Callable[[gr.Tab], None]
 """Adds what a tab shows: beside and not in it, since Gradio (6.31) renders that when the tab is
@@ -166,7 +166,7 @@ def serve(page: gr.Blocks, where: Address, uploads: bool = False) -> str:
     """Serves the page from its own thread and returns its address. OSError if the port is taken.
     `uploads` lets pictures in."""
     host, token = where.host, where.token
-    style = files("g2rpo.lab.web").joinpath("style.css").read_text(encoding="utf-8")
+    style = files("g2rpo.lab").joinpath("page.css").read_text(encoding="utf-8")
 
     def allowed(name: str, word: str) -> bool:
         return hmac.compare_digest(word.encode(), str(token).encode())

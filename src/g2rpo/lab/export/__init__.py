@@ -1,1 +1,0 @@
-"""Trained weights in the formats that other programs read."""
