@@ -443,9 +443,9 @@ def test_without_gradio_the_extra_is_named_after_all_other_mistakes(
 ):
     monkeypatch.setitem(sys.modules, "gradio", None)
     # if another test has imported them
-    for room, module in (("demo", "app"), ("teach", "page"), ("web", "page")):
-        monkeypatch.delitem(sys.modules, f"g2rpo.lab.{room}.{module}", raising=False)
-        monkeypatch.delattr(f"g2rpo.lab.{room}.{module}", raising=False)
+    for module in ("demo.app", "teach.page", "page"):
+        monkeypatch.delitem(sys.modules, f"g2rpo.lab.{module}", raising=False)
+        monkeypatch.delattr(f"g2rpo.lab.{module}", raising=False)
     assert message in refused(capsys, "demo", "--model", model, "--port", free_port())
 
 
