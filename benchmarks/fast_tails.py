@@ -29,8 +29,8 @@ from benchmarks.machine import describe
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.read import load_config
 from g2rpo.config.schema import grid_of
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Rollout
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Policy
 from g2rpo.data.prompts import build_prompts
 from g2rpo.models.load import build_policy

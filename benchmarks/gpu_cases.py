@@ -45,7 +45,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Cond
 from g2rpo.core.devices import accelerator, empty_cache, pick_device
 from g2rpo.core.errors import UserError, refuse
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled

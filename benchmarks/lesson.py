@@ -3,7 +3,7 @@
     python -m benchmarks.lesson runs/quickstart        # writes docs/images/lesson.gif
 
 The pictures, scores and advantages are those of the demo's "How it learns"
-(`g2rpo.lab.demo.group.trace_group`) with the run's seed, on the held-out word with which the demo
+(`g2rpo.lab.demo.drawing.trace_group`) with the run's seed, on the held-out word with which the demo
 opens: the first one that the base draws wrong and the tuned model right.
 """
 
@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from benchmarks.drawing import TINT, font
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.demo.command import opening_of
-from g2rpo.lab.demo.group import GroupTrace, trace_group
+from g2rpo.lab.demo.drawing import GroupTrace, trace_group
 from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.report.history import RunHistory, read_runs
 from g2rpo.train.monitor.pictures import (

@@ -22,7 +22,7 @@ import torchao.quantization as torchao
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.data.testbed import pipeline_dir
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import flux

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.core.data import Cond
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, published
 

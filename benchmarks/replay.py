@@ -26,7 +26,7 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Cond
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.data.testbed import pipeline_dir
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import flux

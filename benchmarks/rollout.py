@@ -38,7 +38,7 @@ from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.read import load_config
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.data.prompts import build_prompts
 from g2rpo.models.load import build_policy
 from g2rpo.rewards.catalogue import build_rewards

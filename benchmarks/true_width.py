@@ -27,7 +27,7 @@ from benchmarks.random_models import RandomText, random_pipeline, shape_of
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core.data import Cond
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.data.prompts import build_prompts
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import size_of

@@ -52,9 +52,9 @@ from g2rpo.algorithms.flow_grpo import window
 from g2rpo.config.read import load_config
 from g2rpo.config.work import TRAINED_LATENT
 from g2rpo.core.flow import ode_step
+from g2rpo.core.noise import generator_for, seed_for
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.plans import Plan, Rollout
-from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Kernel, Policy
 from g2rpo.rollout.engine import Engine

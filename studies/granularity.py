@@ -25,8 +25,8 @@ import numpy as np
 
 from g2rpo.config.read import load_config
 from g2rpo.core.flow import tail
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.memory import BatchSizes

@@ -22,7 +22,7 @@ from g2rpo.config.read import load_config
 from g2rpo.config.work import iterations_within
 from g2rpo.core.files import write_whole
 from g2rpo.core.images import to_pil
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.data.prompts import build_prompts
 from g2rpo.rewards.catalogue import build_rewards
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from g2rpo.config.read import load_config
 from g2rpo.core.files import write_whole
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.lab.teach.command import opened
 from g2rpo.rewards.catalogue import build_rewards
 

@@ -38,7 +38,7 @@ from g2rpo.algorithms.flow_grpo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import TakenSteps
 from g2rpo.core.data import Example
 from g2rpo.core.errors import UserError
-from g2rpo.core.normal import Normal
+from g2rpo.core.noise import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.core.plans import Rollout, Transition
 from g2rpo.train.trainer import Trainer

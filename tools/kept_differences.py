@@ -18,8 +18,8 @@ from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import GRPOGuard, MixGRPOFlash
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import generator_for
 from g2rpo.rollout.engine import Engine
 from tests.published import neighbours, side_by_side, test_dancegrpo, test_flow_grpo, windows
 from tests.support import policies

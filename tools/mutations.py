@@ -182,7 +182,7 @@ MUTATIONS = [
         FORWARD,
     ),
     Mutation(
-        "core/updates.py",
+        "core/objectives.py",
         "in sorted(by_step)",
         "in sorted(by_step)[::-1]",
         f"{NEIGHBOURS} -k branch",
@@ -373,7 +373,7 @@ MUTATIONS = [
         "* 4",
         "tests/rewards/test_declarations.py",
     ),
-    Mutation("core/seeding.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
+    Mutation("core/noise.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
     Mutation(
         "data/prompts.py",
         "self._shuffle(place // len(self.prompts))",
@@ -405,10 +405,10 @@ MUTATIONS = [
         "if True",
         "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
     ),
-    Mutation("core/updates.py", "item.mask & whole", "item.mask", DROPPED),
+    Mutation("core/objectives.py", "item.mask & whole", "item.mask", DROPPED),
     Mutation("train/updater.py", "examples = without_broken(examples)", "pass", DROPPED),
     Mutation(
-        "core/updates.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
+        "core/objectives.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
     ),
     Mutation(
         "train/learner.py",

@@ -15,7 +15,7 @@ from torch import Tensor
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.core.data import Batch, Loss
 from g2rpo.core.flow import ode_step
-from g2rpo.core.normal import Normal, per_row, precise
+from g2rpo.core.noise import Normal, per_row, precise
 from g2rpo.core.plain import STRICT
 from g2rpo.core.plans import Plan
 from g2rpo.core.types import Kernel, Network

@@ -9,7 +9,7 @@ import torch
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.updates import without_zero_advantages
+from g2rpo.core.objectives import without_zero_advantages
 from tests.algorithms.test_neighbours import ONCE
 from tests.support.runs import brightness, trainer
 from tests.support.tolerances import EXACT, reordered

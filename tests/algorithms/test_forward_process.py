@@ -10,8 +10,8 @@ from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.noise import generator_for
 from g2rpo.core.objectives import group_normalize
-from g2rpo.core.seeding import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer

@@ -31,8 +31,7 @@ from g2rpo.algorithms.reward_gradient import OPSD, ReFL
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.data import Example
 from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
-from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
-from g2rpo.core.updates import updates_of
+from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, updates_of
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from tests.support.runs import cut, fits, smooth, trainer

@@ -11,7 +11,7 @@ from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Batch, Example
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations

@@ -9,9 +9,8 @@ from torch.testing import assert_close
 
 from g2rpo.algorithms.flow_grpo import FlowCPS, FlowGRPO, FlowGRPOFast, GRPOGuard, TempFlowGRPO
 from g2rpo.core.flow import cps_kernel, scheduler_grid, sigma_grid
-from g2rpo.core.normal import Normal
+from g2rpo.core.noise import Normal, generator_for
 from g2rpo.core.objectives import kernel_kl
-from g2rpo.core.seeding import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails

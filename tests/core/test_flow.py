@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from g2rpo.algorithms.flow_grpo import DanceGRPO, FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import flow_sde, ode_step, scheduler_grid, sde_step, sigma_grid, tail
-from g2rpo.core.normal import Normal, times
+from g2rpo.core.noise import Normal, times
 from g2rpo.models.gaussian import GaussianPolicy
 from tests.support.tolerances import EXACT, FLOAT64, near, rounding
 from tests.support.variants import few

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.core.normal import Normal
+from g2rpo.core.noise import Normal
 from g2rpo.core.objectives import (
     clipped_surrogate,
     group_normalize,

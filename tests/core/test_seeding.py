@@ -5,7 +5,7 @@ import hashlib
 
 import torch
 
-from g2rpo.core.seeding import draw_below, generator_for, seed_for
+from g2rpo.core.noise import draw_below, generator_for, seed_for
 
 
 def test_a_seed_is_63_bits_of_the_keys_digest():

@@ -9,7 +9,7 @@ import torch
 from g2rpo.config.resolve import resolve_as
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.models.load import build_policy
 from g2rpo.models.options import PolicyConfig

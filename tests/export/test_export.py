@@ -328,7 +328,7 @@ def test_a_base_whose_config_alone_is_in_the_hubs_cache_is_downloaded(tmp_path, 
     for name, answer in asked.items():
         monkeypatch.setattr(hub, name, lambda *given, answer=answer: answer)
     found = load.Pipeline(config, "me/mine", "X", load.DiffusersPolicy)
-    monkeypatch.setattr("g2rpo.lab.export.weights.find_pipeline", lambda options: found)
+    monkeypatch.setattr("g2rpo.lab.tuned_weights.find_pipeline", lambda options: found)
     with pytest.raises(UserError, match="its transformer is needed, and it cannot be reached"):
         transformer_folder(config)
     save_file({"x": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.safetensors")

@@ -11,9 +11,8 @@ from benchmarks import first_gpu
 from g2rpo import api
 from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
-from g2rpo.core import normal
-from g2rpo.lab.demo.drawing import draw
-from g2rpo.lab.demo.group import trace_group
+from g2rpo.core import noise
+from g2rpo.lab.demo.drawing import draw, trace_group
 from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.evaluate import evaluate, run_settings
 from g2rpo.lab.plan import trace
@@ -125,7 +124,7 @@ def iterate(world, folder, model, *many):
 def apple(world, folder, recipe, *overrides):
     """What differs from the same run on the CPU after two iterations, relative to the moves of the
     weights, on a device with the limits of Apple's; of the embedded model."""
-    normal.NO_FLOAT64.add("fakegpu")
+    noise.NO_FLOAT64.add("fakegpu")
     torch.fakegpu.__class__ = device.Apple
     small = ["trainer.prompts_per_iteration=2", "algorithm.group_size=4", "sampling.num_steps=5"]
     small += [f"prompts.cache={folder}", "trackers=[]"]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.lab.check_model import CHECKED_STEPS, REMEDIES, checks, drawn_by, prompts_for, reported
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import SPECS

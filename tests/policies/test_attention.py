@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models import attention
 from g2rpo.models.attention import BACKENDS, attention_kinds
 from g2rpo.models.pipelines import choose_attention

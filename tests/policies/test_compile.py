@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from tests.support import policies
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]

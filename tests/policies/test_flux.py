@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 
 from g2rpo.core.images import to_uint8
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.pipelines import deployed_shift
 from tests.support import policies
 

@@ -13,7 +13,7 @@ from g2rpo import api
 from g2rpo.cli.main import main
 from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.models.adapter_files import read_adapter

@@ -20,7 +20,7 @@ from g2rpo import api
 from g2rpo.config.read import completed
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models import catalogue, load
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import build_shallow, read_blueprint

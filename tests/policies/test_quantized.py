@@ -10,7 +10,7 @@ from diffusers import FluxPipeline
 from torch import nn
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.quantized import (
     QUANTIZED_LINEARS,
     QuantizedLinear,

@@ -6,7 +6,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from g2rpo.config.schema import grid_of
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.updater import Trained

@@ -7,7 +7,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from g2rpo.core.data import Prompt
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.lab.check_model import drawn_by
 from g2rpo.models.blueprint import build_on_meta, read_blueprint, size_of
 from g2rpo.models.catalogue import SPECS

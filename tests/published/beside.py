@@ -15,7 +15,7 @@ from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 
 from g2rpo.config.read import load_config
 from g2rpo.core.images import to_uint8
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.load import build_policy
 from g2rpo.train.trainer import Trainer
 from tests.published import g2rpo as published

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from tests.published.neighbours import Learner, Member, sample
 from tests.support.runs import smooth
 from tests.support.watched import Watched, flat

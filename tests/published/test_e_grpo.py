@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from g2rpo.algorithms.g2rpo_variants import EGRPO, merges
 from g2rpo.core.data import Batch
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.updater import Trained

@@ -13,8 +13,8 @@ from g2rpo.core.data import Batch, Example
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.seeding import generator_for
-from g2rpo.core.updates import updates_of
+from g2rpo.core.noise import generator_for
+from g2rpo.core.objectives import updates_of
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.ranks import divided

@@ -10,8 +10,8 @@ import torch
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import ode_step, sigma_grid
+from g2rpo.core.noise import generator_for
 from g2rpo.core.objectives import group_normalize
-from g2rpo.core.seeding import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of

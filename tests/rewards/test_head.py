@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.rewards import head as heads
 from g2rpo.rewards.head import Choice, Head, agreement_interval, features_of, fit
 from g2rpo.rewards.pairs import Pairs

@@ -9,8 +9,8 @@ import torch
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import dance_sde, ode_step, sde_kernel, sigma_grid
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout import reference
 from g2rpo.rollout.engine import Engine

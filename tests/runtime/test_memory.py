@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError, out_of_memory
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.memory import (
     CPU_ROWS,

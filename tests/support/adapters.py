@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.lab.export import names_for, tensors_for
 from g2rpo.models.adapters import CONFIG, PREFIX, Adapter, endings, write_tensors
 from g2rpo.models.catalogue import SPECS

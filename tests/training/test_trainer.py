@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.first_group import widest
 from g2rpo.train.listeners import Ask

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.data import Batch, Example, Loss
-from g2rpo.core.normal import per_row
+from g2rpo.core.noise import per_row
 from g2rpo.core.objectives import mix_rewards
 from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.types import Algorithm, Draw, Network

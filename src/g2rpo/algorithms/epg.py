@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.forward_process import SMALLEST_SIZE, Noised, OffPolicy, mean_square
-from g2rpo.core.normal import in_float64
+from g2rpo.core.noise import in_float64
 from g2rpo.core.objectives import mix_rewards, weighted, without_rounding
 from g2rpo.core.plain import STRICT
 

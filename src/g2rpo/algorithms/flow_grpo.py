@@ -20,10 +20,10 @@ from torch import Tensor
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
+from g2rpo.core.noise import draw_below, generator_for
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.core.plain import STRICT, Count, GroupSize, UpdateEverySetting
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import draw_below, generator_for
 from g2rpo.core.types import Kernel
 
 BelowOne = Annotated[float, Field(gt=0, lt=1)]

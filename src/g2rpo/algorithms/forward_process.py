@@ -23,7 +23,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.core.data import Batch, Example, Loss
-from g2rpo.core.normal import in_float64, per_row
+from g2rpo.core.noise import in_float64, per_row
 from g2rpo.core.objectives import RewardMix, mix_rewards
 from g2rpo.core.plain import STRICT, Count, GroupSize
 from g2rpo.core.plans import Plan, Rollout

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.flow import TailEnd, flow_sde, sde_kernel, tail
+from g2rpo.core.noise import draw_below
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.core.plain import STRICT, Count, Distinct, GroupSize
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Kernel
 
 BranchSteps = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1), Distinct]

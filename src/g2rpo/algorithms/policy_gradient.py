@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.data import Batch, Example, Loss
-from g2rpo.core.normal import Normal
+from g2rpo.core.noise import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.core.plans import Rollout
 from g2rpo.core.types import Algorithm, Draw, Network

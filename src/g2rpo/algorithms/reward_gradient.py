@@ -18,11 +18,10 @@ from g2rpo.algorithms.forward_process import mean_square
 from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import cps_kernel, ode_step
-from g2rpo.core.normal import Normal, per_row
+from g2rpo.core.noise import Normal, draw_below, per_row
 from g2rpo.core.objectives import weighted
 from g2rpo.core.plain import STRICT, Count, GroupSize, UpdateEverySetting
 from g2rpo.core.plans import Plan, Rollout
-from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
 DIFFERENCE_OFFSET = 1e-6

@@ -16,10 +16,10 @@ from torch.nn.functional import normalize
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.flow import flow_sde, sde_kernel
+from g2rpo.core.noise import generator_for
 from g2rpo.core.objectives import weighted
 from g2rpo.core.plain import STRICT, Count, GroupSize
 from g2rpo.core.plans import Plan, Rollout
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Draw, Kernel
 

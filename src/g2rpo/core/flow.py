@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import at_least_one
-from g2rpo.core.normal import Normal, per_row, precise, times
+from g2rpo.core.noise import Normal, per_row, precise, times
 from g2rpo.core.types import Kernel
 
 Diffusion = Callable[[Tensor], Tensor]

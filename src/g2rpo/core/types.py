@@ -32,7 +32,7 @@ from g2rpo.core.data import (  # noqa: F401
     plain_prompt,
 )
 from g2rpo.core.errors import at_least_one, shown
-from g2rpo.core.normal import Normal, per_row  # noqa: F401
+from g2rpo.core.noise import Normal, per_row  # noqa: F401
 from g2rpo.core.plans import Plan, Rollout, Transition  # noqa: F401
 from g2rpo.core.plugins import keeping_settings
 

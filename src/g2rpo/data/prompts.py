@@ -10,8 +10,8 @@ import torch
 from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.images import images_of
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plugins import refuse_object
-from g2rpo.core.seeding import generator_for
 from g2rpo.data.sources import STARTER, read_prompts
 from g2rpo.data.testbed import prompts
 

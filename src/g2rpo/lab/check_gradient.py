@@ -10,8 +10,7 @@ import torch
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
-from g2rpo.core.normal import in_float64
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for, in_float64
 from g2rpo.models.anyflow import DiffusersPolicy
 
 CHANGE, DOUBLINGS = 2**-2, 16

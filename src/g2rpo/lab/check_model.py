@@ -25,8 +25,8 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
 from g2rpo.core.images import read_inputs
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import Section
-from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models.adapter_files import read_adapter

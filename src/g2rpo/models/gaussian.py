@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from g2rpo.core.data import Cond
-from g2rpo.core.normal import per_row
+from g2rpo.core.noise import per_row
 
 
 class GaussianPolicy:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.normal import in_float64
+from g2rpo.core.noise import in_float64
 
 NetworkCall = Callable[..., Any]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from g2rpo.core.data import Batch
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.noise import generator_for
+from g2rpo.core.objectives import updates_of
 from g2rpo.core.plans import Plan, Rollout, Transition
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Draw
-from g2rpo.core.updates import updates_of
 from g2rpo.rollout.tails import EXACT, Tails
 
 DRAWS = 100

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.flow import ode_step
-from g2rpo.core.normal import per_row
+from g2rpo.core.noise import per_row
 from g2rpo.core.plans import Plan, Solver
 
 Past = tuple[tuple[float, Tensor], ...]

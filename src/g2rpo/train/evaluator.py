@@ -15,7 +15,7 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.config.work import work_in_pictures
 from g2rpo.core.data import Row
-from g2rpo.core.seeding import seed_for
+from g2rpo.core.noise import seed_for
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Reward, as_reward
 from g2rpo.models.sharding import Replicated

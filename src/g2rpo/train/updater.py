@@ -15,8 +15,8 @@ from torch import Tensor
 from g2rpo.core.data import Batch, Cond, Example, Loss
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.objectives import passes, updates_of, without_broken, without_zero_advantages
 from g2rpo.core.types import Algorithm, Policy, unguided
-from g2rpo.core.updates import passes, updates_of, without_broken, without_zero_advantages
 from g2rpo.models.sharding import WHOLE, Replicated
 from g2rpo.rollout.memory import BatchSizes, bounded_by
 

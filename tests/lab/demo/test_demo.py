@@ -16,12 +16,11 @@ from g2rpo.config.read import load_config
 from g2rpo.core.data import Precision
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
 from g2rpo.lab.demo.command import FIRST, opening, opening_of
-from g2rpo.lab.demo.drawing import draw
-from g2rpo.lab.demo.group import offered_granularities, plan_label, trace_group
+from g2rpo.lab.demo.drawing import draw, offered_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import (
     MAX_PROMPT,
     config_of_model,

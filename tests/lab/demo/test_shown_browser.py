@@ -14,8 +14,7 @@ from PIL import Image
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.lab.demo.drawing import draw
-from g2rpo.lab.demo.group import trace_group
+from g2rpo.lab.demo.drawing import draw, trace_group
 from g2rpo.lab.demo.model import DemoModel
 from g2rpo.lab.demo.views import drawing_html, trace_html
 from g2rpo.lab.report.history import read_runs

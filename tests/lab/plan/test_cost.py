@@ -18,7 +18,7 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import EvaluationConfig
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.answer import fewest, for_memory, overrides_of
 from g2rpo.lab.plan.cards import CARDS, card_of

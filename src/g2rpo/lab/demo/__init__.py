@@ -1,4 +1,4 @@
 """The demo: what a model draws, how G2RPO teaches it, and what a run did, in a browser.
 
-`model`, `drawing` and `group` compute, `views` makes HTML of it, `app` alone knows Gradio.
+`model` and `drawing` compute, `views` makes HTML of it, `app` alone knows Gradio.
 """

@@ -12,8 +12,13 @@ from typing import Any
 
 from g2rpo.core.errors import UserError
 from g2rpo.lab.demo import views
-from g2rpo.lab.demo.drawing import draw
-from g2rpo.lab.demo.group import offered_granularities, own_granularities, plan_label, trace_group
+from g2rpo.lab.demo.drawing import (
+    draw,
+    offered_granularities,
+    own_granularities,
+    plan_label,
+    trace_group,
+)
 from g2rpo.lab.demo.model import MAX_PROMPT, DemoModel
 from g2rpo.lab.page import ONE_AT_A_TIME, disclosed, empty, gr, with_messages
 from g2rpo.lab.report.history import read_runs

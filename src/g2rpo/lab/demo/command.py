@@ -14,8 +14,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.data.prompts import build_prompts
-from g2rpo.lab.demo.drawing import draw
-from g2rpo.lab.demo.group import trace_group
+from g2rpo.lab.demo.drawing import draw, trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
 from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs
 from g2rpo.lab.report.verdict import summary_of

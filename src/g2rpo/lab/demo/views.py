@@ -8,8 +8,7 @@ from html import escape
 
 from g2rpo.core.images import read_inputs
 from g2rpo.core.statistics import fixed, signed
-from g2rpo.lab.demo.drawing import DrawnPrompt
-from g2rpo.lab.demo.group import GroupTrace
+from g2rpo.lab.demo.drawing import DrawnPrompt, GroupTrace
 from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.page import render, templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri

@@ -17,8 +17,8 @@ from g2rpo.config.work import plans_in
 from g2rpo.core.data import Cond
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine

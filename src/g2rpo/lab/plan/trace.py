@@ -29,9 +29,9 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Batch, Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.noise import generator_for
+from g2rpo.core.objectives import passes
 from g2rpo.core.plans import Plan
-from g2rpo.core.seeding import generator_for
-from g2rpo.core.updates import passes
 from g2rpo.lab.plan.counting import Counts, algorithm_key
 from g2rpo.lab.plan.fake_tensors import CudaAutocast, KnownValues
 from g2rpo.lab.plan.kernels import Meter, Roofline, fixed_storages

@@ -31,8 +31,8 @@ from g2rpo.core.devices import same_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line
 from g2rpo.core.images import to_uint8
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import checked_as
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.lab.teach import votes

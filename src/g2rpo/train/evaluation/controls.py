@@ -15,8 +15,8 @@ from torch import Tensor
 from g2rpo.config.schema import Steps
 from g2rpo.core.errors import counted
 from g2rpo.core.flow import flow_sde, ode_step, sde_kernel
+from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import Section
-from g2rpo.core.seeding import generator_for
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import Guidance
 from g2rpo.rollout.tails import Tails

@@ -14,8 +14,8 @@ from g2rpo.config.schema import Config, Shift, grid_of
 from g2rpo.core.contracts import finite_rows, not_finite, real_tensors
 from g2rpo.core.errors import Stopped, shown
 from g2rpo.core.flow import ode_step
+from g2rpo.core.noise import generator_for, seed_for
 from g2rpo.core.plain import Count, Section
-from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.types import Policy, Scorer, as_rewards
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rollout.engine import Engine

@@ -18,7 +18,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.noise import generator_for
 from g2rpo.core.statistics import Z, or_nan, paired
 from g2rpo.core.types import Policy
 from g2rpo.train.monitor.image_statistics import TAIL
