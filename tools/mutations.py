@@ -359,7 +359,7 @@ MUTATIONS = [
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),
     Mutation(
-        "core/types.py",
+        "core/rewards.py",
         "values.where(values.isfinite(), torch.nan)",
         "values",
         "tests/training/test_faults.py::test_scores_that_are_no_numbers_teach_nothing_and_are_counted",
@@ -523,8 +523,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lab/teach/session.py",
-        "one.change < -FALL",
-        "one.change > FALL",
+        "one.change < -ALLOWED_FALL",
+        "one.change > ALLOWED_FALL",
         "tests/lab/teach/test_session.py -k judge",
     ),
     Mutation(
@@ -535,8 +535,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lab/teach/session.py",
-        "rise - deviation >= AIM",
-        "rise + deviation >= AIM",
+        "rise - deviation >= AIMED_RISE",
+        "rise + deviation >= AIMED_RISE",
         "tests/lab/teach/test_session.py -k pauses",
     ),
     Mutation(

@@ -31,7 +31,7 @@ from g2rpo.data.sources import read_prompts
 from g2rpo.lab.compare.results import read_run
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
-from g2rpo.lab.teach import votes
+from g2rpo.lab.teach import rounds
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import check_fit
 from g2rpo.models.pipeline_files import missing_parts
@@ -347,7 +347,7 @@ def whole_run(tmp_path_factory):
     Run(folder).record_start(0, torch.device("cpu"), {"prompts": "0"})
     runs.finished(runs.trainer(folder, *SHORT))
     (folder / "plan.json").write_text(as_json(PlannedAndMeasured("a card", 1.0, 2, 3.0, None)))
-    vote = votes.Vote(round=0, liked=(1,), members=2, prompt="a", digest="0")
+    vote = rounds.Vote(round=0, liked=(1,), members=2, prompt="a", digest="0")
     append_line(folder / "votes.jsonl", vote.model_dump_json())
     read_all(folder)
     return folder
@@ -359,7 +359,7 @@ def read_all(folder):
     read_run(Run(folder))
     Run(folder).finished_at()
     Run(folder).check_contents({"prompts": "0"}, accept=True)
-    votes.read(folder / "votes.jsonl")
+    rounds.read(folder / "votes.jsonl")
     latest_checkpoint(folder / "checkpoints")
     t = runs.trainer(folder, *SHORT)
     t.resume()

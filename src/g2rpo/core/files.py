@@ -321,7 +321,7 @@ class RunFiles:
     results = Inside("results.json")
     adapter = Inside("adapter")  # trained weights of a LoRA
     transformer = Inside("transformer")  # and of full fine-tuning
-    votes = Inside("votes.jsonl")  # a line per answer of `g2rpo teach` (`lab.teach.votes`)
+    votes = Inside("votes.jsonl")  # a line per answer of `g2rpo teach` (`lab.teach.rounds`)
     pairs = Inside("pairs.jsonl")  # the answers as pairs, once it is finished
     report = Inside("report.html")
     exports = Inside("export")

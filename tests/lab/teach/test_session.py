@@ -10,10 +10,10 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
 from g2rpo.data.pairs import read_pairs
 from g2rpo.data.prompts import PromptOrder
+from g2rpo.lab.teach import rounds
 from g2rpo.lab.teach import session as sessions
-from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.command import OVERRIDES, opened, teach_config
-from g2rpo.lab.teach.session import UPDATES, Session
+from g2rpo.lab.teach.session import ITERATIONS_PER_ANSWER, Session
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.command import train
@@ -50,7 +50,7 @@ def begun(run_dir, *overrides, judges=None, **more):
 @pytest.fixture(autouse=True)
 def far(monkeypatch):
     """Learning does not pause."""
-    monkeypatch.setattr(sessions, "AIM", 1e9)
+    monkeypatch.setattr(sessions, "AIMED_RISE", 1e9)
 
 
 def likes(score, images):
@@ -73,7 +73,7 @@ def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
     with begun(tmp_path) as s:
         before = red_after(s)
         teach(s, 10)
-        assert s.learnt.head.trusted and s.trainer.iteration >= 4 * UPDATES
+        assert s.learnt.head.trusted and s.trainer.iteration >= 4 * ITERATIONS_PER_ANSWER
         assert red_after(s) > before + 0.01
         assert "deviations more as you like it" in s.headline
         _, was, now = s.changed()[0]
@@ -103,7 +103,7 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
     with begun(tmp_path / "a") as s:
         teach(s, 6).undo()
         teach(s, 1)
-    stored = votes.read(tmp_path / "a" / "votes.jsonl")
+    stored = rounds.read(tmp_path / "a" / "votes.jsonl")
     assert [vote.kind for vote in stored] == ["vote"] * 6 + ["undo", "vote"]
     with begun(tmp_path / "b") as again:
         again.repeat(stored)
@@ -111,7 +111,7 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
         assert reopened.group.digest == again.group.digest
     for other in (again, reopened):
         assert torch.equal(mean(other.trainer), mean(s.trainer)) and s.trainer.iteration > 0
-    assert votes.read(tmp_path / "a" / "votes.jsonl") == stored
+    assert rounds.read(tmp_path / "a" / "votes.jsonl") == stored
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_learning_in_the_background_learns_the_same(tmp_path):
         teach(s, 9).undo()
         teach(s, 1).finish()
     with begun(tmp_path / "b") as again:
-        again.repeat(votes.read(tmp_path / "a" / "votes.jsonl"))
+        again.repeat(rounds.read(tmp_path / "a" / "votes.jsonl"))
         again.finish()
     assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.asked == again.asked == 9
     with begun(tmp_path / "c", background=True) as broken:
@@ -184,7 +184,7 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
 
 
 def test_learning_pauses_where_it_was_to_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(sessions, "AIM", 0.05)
+    monkeypatch.setattr(sessions, "AIMED_RISE", 0.05)
     with begun(tmp_path) as s:
         while not s.learnt.enough:
             teach(s, 1)
@@ -207,7 +207,7 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         for act, said in refused:
             with pytest.raises(UserError, match=said):
                 act(s)
-        assert votes.read(tmp_path / "votes.jsonl") == []
+        assert rounds.read(tmp_path / "votes.jsonl") == []
 
 
 def test_what_changed_is_first_what_became_right(tmp_path):
@@ -264,14 +264,14 @@ def test_the_config_of_a_session_is_taught_as_it_is_and_not_trained(tmp_path):
 
 def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path, monkeypatch):
     with begun(tmp_path) as s:
-        candidates = list(dict.fromkeys(s._order.batch(5, sessions.CANDIDATES)))
+        candidates = list(dict.fromkeys(s._drawn.order.batch(5, rounds.CANDIDATE_PROMPTS)))
         wide = candidates[-1]
 
         def drawn(round, step, prompts, size, first=0):
             return [torch.rand(size, 3, 8, 8) * (1.0 if one == wide else 0.1) for one in prompts]
 
-        monkeypatch.setattr(s, "_drawn", drawn)
-        assert s._sampled(5).prompt == wide
+        monkeypatch.setattr(s._drawn, "pictures", drawn)
+        assert s._drawn.draw(5).prompt == wide
 
 
 @pytest.mark.parametrize("name", ["mixgrpo", "g2rpo"])
@@ -289,5 +289,5 @@ def test_a_run_that_teach_did_not_begin_is_refused(tmp_path):
 def test_prompts_are_drawn_from_the_first_that_training_begins_with(tmp_path):
     with begun(tmp_path) as s:
         t = s.trainer
-        first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, sessions.MOST_PROMPTS)
+        first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, rounds.MOST_PROMPTS)
         assert s.group.prompt in first

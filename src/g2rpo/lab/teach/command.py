@@ -13,7 +13,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.events import Emit, Line, Results, cautions, silent
 from g2rpo.lab.serving import Address, needing_gradio
-from g2rpo.lab.teach import votes
+from g2rpo.lab.teach import rounds
 from g2rpo.lab.teach.session import CLICKS, Session
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
@@ -96,7 +96,7 @@ def opened(
         config, run_dir = begun.read_config(overrides, notify, mention=False), begun.path
     else:
         config = completed(teach_config(recipe, overrides, notify), notify)
-    repeated = votes.read(stored) if stored is not None else []
+    repeated = rounds.read(stored) if stored is not None else []
     if where is not None:
         check(config)  # a taken port hides no mistake in the config
         where.check()

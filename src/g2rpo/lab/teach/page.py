@@ -16,7 +16,7 @@ from g2rpo.core.images import read_inputs
 from g2rpo.lab.page import ONE_AT_A_TIME, gr
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
-from g2rpo.lab.teach.session import FIRST, Session
+from g2rpo.lab.teach.session import FIRST_ANSWERS, Session
 from g2rpo.train.monitor.pictures import seconds_of
 
 USUAL_ANSWERS = 12
@@ -116,8 +116,8 @@ def status(session: Session, learning: bool) -> str:
     """What the session does, and why, in a sentence or two."""
     learnt = session.learnt
     answers, head = len(learnt.choices), learnt.head
-    if answers < FIRST or head is None:
-        return f"Learning begins after {FIRST} answers."
+    if answers < FIRST_ANSWERS or head is None:
+        return f"Learning begins after {FIRST_ANSWERS} answers."
     agrees = f"Its guess of your choice is right in {head.agreed:.0%} of pairs it has not seen; 50 % is chance."
     if learning:
         return f"Learning ... {agrees}"

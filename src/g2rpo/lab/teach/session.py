@@ -4,9 +4,9 @@
     a person clicks on the best one                                              Session.answer
     a head is fitted to all answers                                              rewards.head.fit
     once the head agrees with the person on groups that it was not fitted to:
-        `UPDATES` iterations of G2RPO on the head and the recipe's rewards       Session._learn
-        after every `LOOK` of these, held-out pictures are judged; if a judge
-        falls, the last good weights come back                                   Session._look
+        iterations of G2RPO on the head and the recipe's rewards                 Session._learn
+        after every `CHANGES_PER_LOOK` of these, held-out pictures are judged;
+        if a judge falls, the last good weights come back                        Session._look
 
 Everything is a function of the config and of the answers, so stored answers repeat a session.
 """
@@ -18,81 +18,57 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.devices import same_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line
-from g2rpo.core.images import to_uint8
-from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import checked_as
 from g2rpo.core.statistics import Comparison, paired
-from g2rpo.data.prompts import PromptOrder
-from g2rpo.lab.teach import votes
-from g2rpo.lab.teach.votes import Vote
+from g2rpo.lab.teach import rounds
+from g2rpo.lab.teach.rounds import Group, Groups, Vote
 from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.learner import Snapshot
 from g2rpo.train.monitor.alarms import is_large
-from g2rpo.train.monitor.pictures import seconds_of, stills
+from g2rpo.train.monitor.pictures import seconds_of
 from g2rpo.train.monitor.scores import save_pictures
 from g2rpo.train.trainer import Trainer
 
-AHEAD = 2
+GROUPS_AHEAD = 2
 """Groups that lie ready: one is shown while the answer to the one before is learnt from."""
-REMEMBERED = 8
+REMEMBERED_ANSWERS = 8
 """Answers that can be taken back."""
-SHOWN_STEPS = (0, 1)
-"""Steps whose noise the groups differ by, by turns: that of later steps changes little that a person
-can see."""
-CANDIDATES, PREVIEWED = 6, 3
-"""Prompts that a round considers, and pictures that are drawn of each to find the one to ask about:
-where twelve pictures are alike there is nothing to choose, and three tell it nearly as well as
-twelve (studies/LOG.md)."""
-MOST_PROMPTS = 64
-"""Training prompts, at most, that groups are drawn from."""
-FIRST = 3
+FIRST_ANSWERS = 3
 """Answered groups before the weights change."""
-UPDATES = 4
+ITERATIONS_PER_ANSWER = 4
 """Iterations after an answer, once there is a head that counts."""
-AIM = 1.0
+AIMED_RISE = 1.0
 """Standard deviations within groups by which the head's utility of held-out pictures is to rise, less
 one posterior deviation: at half of it words are learnt less, and a model that learns on and on loses
 what a prompt asks for (docs/teach.md)."""
-LOOK = 2
+CHANGES_PER_LOOK = 2
 """Changes of the weights between two looks at held-out pictures."""
-FALL = 1.5
+ALLOWED_FALL = 1.5
 """Standard errors by which the mean of a judge may fall; a small fall (`alarms.is_large`) does not
 count."""
-USELESS = 2
+MOST_USELESS_LOOKS = 2
 """Looks in a row that may be no nearer to the person's choices, by the head, than the last good
 weights."""
-SHRINK, GROW, LARGEST_STEP = 0.5, 1.25, 1.0
+SHRINK_STEP, GROW_STEP, LARGEST_STEP = 0.5, 1.25, 1.0
 """Factors of the learning rate after a look that was bad and one that was good, and the largest
 one."""
-CHANGED = 4
+SHOWN_CHANGES = 4
 """Held-out prompts of which pictures are shown before and after."""
 CLICKS = "clicks"
 """The name of the reward whose head is fitted to the answers."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Pictures [G, 3, H, W] in [0, 1], or clips, of one prompt, on which a person is asked."""
-
-    round: int
-    prompt: str
-    step: int
-    images: Tensor
-    digest: str
 
 
 @dataclass
@@ -131,7 +107,7 @@ class Learnt:
     def enough(self) -> bool:
         """Whether held-out pictures are as far as they should be; nothing more is learnt then."""
         rise, deviation = self.rise
-        return rise > 0 and rise - deviation >= AIM
+        return rise > 0 and rise - deviation >= AIMED_RISE
 
 
 @dataclass(kw_only=True)
@@ -140,8 +116,8 @@ class Session:
 
     Answers are stored at once, and acted on in their order by a thread, the only one that uses the
     policy; with `background` nobody waits for it. Group r is sampled after the answer to group
-    r - AHEAD, whenever that comes, so both learn the same. `notify` is called with what a person
-    should know.
+    r - GROUPS_AHEAD, whenever that comes, so both learn the same. `notify` is called with what a
+    person should know.
     """
 
     trainer: Trainer
@@ -163,10 +139,10 @@ class Session:
         t.evaluator.unlogged = (CLICKS,)  # every answer changes the head
         self.clicks, self.rate = clicks, t.config.optim.learning_rate
         self.learnt = Learnt(t.snapshot())
-        first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, MOST_PROMPTS)
-        self._order = PromptOrder(list(dict.fromkeys(first)), t.config.trainer.seed + 1)
+        self._drawn = Groups(t)
         self._next = 0  # the round whose answer is acted on next
-        self._before: deque[Any] = deque(maxlen=REMEMBERED)  # what was so before the last answers
+        # what was so before the last answers
+        self._before: deque[Any] = deque(maxlen=REMEMBERED_ANSWERS)
         self._pending: deque[Future[None]] = deque()
         self._turn = Lock()
 
@@ -180,7 +156,7 @@ class Session:
             t.evaluate()
             self._fill()
             t.run.votes.touch()  # by which a session is known, before its first answer too
-            self.repeat(votes.read(t.run.votes), written=True)
+            self.repeat(rounds.read(t.run.votes), written=True)
             yield
 
     @property
@@ -279,7 +255,7 @@ class Session:
         for iteration, one in ((0, t.base), (t.iteration, t.final)):
             if one is not None:
                 self._score(iteration, one)
-        votes.write_pairs(t.run)
+        rounds.write_pairs(t.run)
         t.save()
         return t.finish()
 
@@ -310,39 +286,11 @@ class Session:
         self._fill()
 
     def _fill(self) -> None:
-        """Samples groups until `AHEAD` lie ready."""
-        for round in range(self._next, self._next + AHEAD):
+        """Samples groups until `GROUPS_AHEAD` lie ready."""
+        for round in range(self._next, self._next + GROUPS_AHEAD):
             if round not in self.groups:
-                self.groups[round] = self._sampled(round)
+                self.groups[round] = self._drawn.draw(round)
         self.groups = {round: group for round, group in self.groups.items() if round >= self._next}
-
-    def _sampled(self, round: int) -> Group:
-        """The group of the candidate prompt whose pictures differ most, by the first `PREVIEWED` of
-        each."""
-        step = SHOWN_STEPS[round % len(SHOWN_STEPS)]
-        prompts = list(dict.fromkeys(self._order.batch(round, CANDIDATES)))
-        size = self.trainer.algorithm.group_size
-        previews = self._drawn(round, step, prompts, min(PREVIEWED, size))
-        spreads = [float(images.var(0).mean()) for images in previews]
-        chosen = spreads.index(max(spreads))
-        (images,) = self._drawn(round, step, prompts[chosen : chosen + 1], size, first=chosen)
-        digest = votes.digest_of(prompts[chosen], to_uint8(stills(images)))
-        return Group(round, prompts[chosen], step, images, digest)
-
-    def _drawn(
-        self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0
-    ) -> list[Tensor]:
-        """The pictures of a group of each of `prompts`, the candidates from the `first` on; one that
-        is not finite is black."""
-        t = self.trainer
-        plan = {"branch_steps": (step,), "granularities": (1,), "branch_schedule": "all"}
-        algorithm = replace(t.algorithm, group_size=size, **plan)  # type: ignore[type-var]
-
-        def noise(place: int, *purpose: Any) -> torch.Generator:
-            return generator_for(t.config.trainer.seed, "teach", round, first + place, *purpose)
-
-        groups = t.sample_groups(prompts, algorithm, noise, rewards={})
-        return [images[0].nan_to_num(0, 0, 0) for images in t.pictures(groups)]
 
     def _learn(self, group: Group, liked: tuple[int, ...]) -> None:
         """Fits the head to one answer more, and trains on it if it counts."""
@@ -353,13 +301,13 @@ class Session:
         learnt.choices = (*learnt.choices, Choice(features, liked, group.round))
         learnt.head = self.clicks.head = fit(learnt.choices)
         head = learnt.head
-        if len(learnt.choices) < FIRST or head is None or not head.trusted or learnt.enough:
+        if len(learnt.choices) < FIRST_ANSWERS or head is None or not head.trusted or learnt.enough:
             return
         t.set_rate(self.rate * learnt.step)
-        for _ in range(UPDATES):
+        for _ in range(ITERATIONS_PER_ANSWER):
             t.iterate()
         learnt.since += 1
-        if learnt.since == LOOK:
+        if learnt.since == CHANGES_PER_LOOK:
             self._look()
 
     def _look(self) -> None:
@@ -367,8 +315,8 @@ class Session:
         last time.
 
         If one fell, or pictures left the base's range, the last good weights come back and steps
-        become smaller. They come back too after `USELESS` looks in a row that are no nearer to the
-        person's choices by the head. Else steps grow, and weights that are nearer are good.
+        become smaller. They come back too after `MOST_USELESS_LOOKS` looks in a row that are no nearer
+        to the person's choices by the head. Else steps grow, and weights that are nearer are good.
         """
         t, learnt = self.trainer, self.learnt
         if not learnt.since:
@@ -384,15 +332,16 @@ class Session:
         wrong = [
             f"{name} fell"
             for name, one in judges.items()
-            if one.change < -FALL * one.error and is_large(one.change, base.scores[name])
+            if one.change < -ALLOWED_FALL * one.error and is_large(one.change, base.scores[name])
         ]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         before, seen = self._features(base), self._features(now)
         last = learnt.heldout[1] if learnt.heldout else before
         nearer = bool(learnt.head(seen).mean() > learnt.head(last).mean())
         learnt.since, learnt.useless = 0, 0 if nearer or wrong else learnt.useless + 1
-        learnt.step = learnt.step * SHRINK if wrong else min(LARGEST_STEP, learnt.step * GROW)
-        if not wrong and learnt.useless == USELESS:
+        learnt.step *= SHRINK_STEP if wrong else GROW_STEP
+        learnt.step = min(LARGEST_STEP, learnt.step)
+        if not wrong and learnt.useless == MOST_USELESS_LOOKS:
             wrong = ["no nearer to your choices"]
         learnt.said = ", ".join(
             f"{name} {one.base:.3g} → {one.tuned:.3g}" for name, one in judges.items()
@@ -431,13 +380,13 @@ class Session:
         return f"by {rise:+.1f} ± {deviation:.1f} deviations more as you like it"
 
     def changed(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Up to `CHANGED` held-out prompts with their pictures, 8 bit, before and now: first those that
-        became right, then those that the head says changed most."""
+        """Up to `SHOWN_CHANGES` held-out prompts with their pictures, 8 bit, before and now: first
+        those that became right, then those that the head says changed most."""
         base, now, head = self.trainer.base, self.learnt.shown, self.learnt.head
         if base is None or now is None or head is None:
             return []
         order = head(self._features(now)) - head(self._features(base))
         if base.right is not None and now.right is not None:
             order = order + 1e6 * (now.right > base.right)
-        places = order.argsort(descending=True)[:CHANGED].tolist()
+        places = order.argsort(descending=True)[:SHOWN_CHANGES].tolist()
         return [(now.prompts[place], base.images[place], now.images[place]) for place in places]
