@@ -16,7 +16,7 @@ from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import is_other, is_pointer
 from g2rpo.core.plain import parse_as, read_as, read_text
 from g2rpo.models import hub
-from g2rpo.models.adapters import check_targets
+from g2rpo.models.lora_layers import check_targets
 from g2rpo.models.meta import on_meta
 
 T = TypeVar("T")

@@ -23,18 +23,13 @@ from g2rpo.models.adapters import (
     ABOVE_KEY,
     CONFIG,
     PREFIX,
-    Acting,
     Adapter,
-    add_frozen,
     check_fit,
-    check_targets,
-    factors_of,
-    fill,
-    inject,
     own_header,
     write_tensors,
 )
 from g2rpo.models.comfyui import ComfyUI
+from g2rpo.models.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipelines import cast
 from g2rpo.models.quantized import is_quantized, quantize
