@@ -16,7 +16,7 @@ from g2rpo.core.files import LOCK
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train import learner
 from g2rpo.train.contents import contents_of
-from g2rpo.train.found import resolve
+from g2rpo.train.found import find
 from g2rpo.train.run.folder import Run
 from tests.support.commands import adapter_of, done, ended, own_reward, refused, write_tiny
 from tests.support.processes import Forked
@@ -279,12 +279,12 @@ def test_code_counts_however_it_is_named(tmp_path, monkeypatch):
     kinds = {"file": "own_code.py:it", "module": "own_code:it"}
     settings = [f"rewards.{name}.kind={kind}" for name, kind in kinds.items()]
     config = load_config("scenes", [*settings, "policy.kind=own_code.py:it"])
-    found = contents_of(resolve(config))
+    found = contents_of(find(config))
     assert found["rewards.module"].startswith("source of it, sha256")
     assert found["rewards.file"] == found["policy.kind"]
     assert found["rewards.file"].startswith("own_code.py: sha256")
     Path("own_code.py").write_text(TEXTS["reward.py"].replace("mean", "amax"))
-    changed = contents_of(resolve(config))
+    changed = contents_of(find(config))
     assert changed["rewards.file"] == changed["policy.kind"] != found["rewards.file"]
 
 

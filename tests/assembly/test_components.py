@@ -18,7 +18,7 @@ from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import build_rewards, check_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train import checks
-from g2rpo.train.found import resolve
+from g2rpo.train.found import find
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
@@ -85,7 +85,7 @@ def test_shared_options_are_checked_before_anything_is_loaded(name, option, valu
 )
 def test_what_apples_gpus_lack_is_refused_by_name(monkeypatch, overrides, facts):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    said = list(checks._device(resolve(load_config("words", ["policy.device=mps", *overrides]))))
+    said = list(checks._device(find(load_config("words", ["policy.device=mps", *overrides]))))
     for complaint, fact in zip(said, facts, strict=True):
         assert complaint.startswith("policy.device=mps") and fact in complaint
 

@@ -18,7 +18,7 @@ from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import weight_files
 from g2rpo.train import checks
 from g2rpo.train.consistency import refuse_all
-from g2rpo.train.found import Given, resolve
+from g2rpo.train.found import Given, find
 from tests.support.commands import refused, write_tiny
 from tests.support.variants import few
 
@@ -126,7 +126,7 @@ def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
 def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kind, images, message):
     config = load_config("scenes", [])
     config = config.model_copy(update={"policy": folder_of(tmp_path, kind)})
-    found = resolve(config, Given(prompts=[Prompt("make it red", images)], heldout=[]))
+    found = find(config, Given(prompts=[Prompt("make it red", images)], heldout=[]))
     with pytest.raises(UserError, match=message):
         refuse_all([checks._input_pictures], found)
 

@@ -19,7 +19,7 @@ from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.contents import contents_of
-from g2rpo.train.found import resolve
+from g2rpo.train.found import find
 from tests.support.pages import ROOT
 from tests.support.refusals import refusal
 
@@ -174,5 +174,5 @@ def test_a_reward_outside_the_package_trains_and_judges(warmth, tmp_path):
     evaluation = trainer.score_heldout()
     assert torch.equal(evaluation.scores["warm"], evaluation.scores["judge"])
     assert evaluation.right is not None
-    assert tmp_path.name in contents_of(resolve(config))["rewards.warm"]
+    assert tmp_path.name in contents_of(find(config))["rewards.warm"]
     assert build_rewards(config.rewards)["warm"].name == "Warmth"

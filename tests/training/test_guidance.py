@@ -13,7 +13,7 @@ from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.train.build import Request, build
 from g2rpo.train.consistency import SETTINGS, complaints_of
-from g2rpo.train.found import resolve
+from g2rpo.train.found import find
 from tests.support.runs import trainer
 from tests.support.tolerances import rounding
 
@@ -125,7 +125,7 @@ def test_guidance_begins_where_the_models_does(tiny_config, kind, scale, guided)
     """Training may have another scale, and controls of the base model vary it."""
     asked = [f"policy.kind={kind}", f"policy.guidance_scale={scale}", "sampling.guidance_scale=2"]
     asked += [] if kind.startswith("Flux") else ["policy.negative_prompt=blurry"]
-    found = resolve(load_config(str(tiny_config), asked))
+    found = find(load_config(str(tiny_config), asked))
     settings = [complaint for check in SETTINGS for complaint in complaints_of(check, found)]
     complaints = " ".join([*found.faults, *settings])
     assert complaints.count("the model is sampled without guidance") == (0 if guided else 2)

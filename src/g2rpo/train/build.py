@@ -1,4 +1,4 @@
-"""From a request for a run to its trainer: resolve, refuse, build, resume."""
+"""From a request for a run to its trainer: find, check, build, resume."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 from g2rpo.train.consistency import SETTINGS, Check, complaints_of, refuse_all, refuse_listed
 from g2rpo.train.dry_run import tried
-from g2rpo.train.found import NOTHING, Found, Given, Question, resolve
+from g2rpo.train.found import NOTHING, Found, Given, Question, find
 from g2rpo.train.monitor.trackers import faults_of_tracker
 from g2rpo.train.ranks import divided, faults_of_sharding, ranks_of_node
 from g2rpo.train.run.checkpoint import checkpoints
@@ -53,7 +53,7 @@ def check(
     config: Config, given: Given = NOTHING, directory: Path | None = None, world: World = ALONE
 ) -> Found:
     """The values of all names of a config, checked as for a run in `directory` on these ranks."""
-    found = resolve(config, given, directory, world)
+    found = find(config, given, directory, world)
     refuse_run(found)
     return found
 

@@ -84,7 +84,7 @@ class Found:
 NOTHING = Given()
 
 
-def resolve(
+def find(
     config: Config, given: Given = NOTHING, directory: Path | None = None, world: World = ALONE
 ) -> Found:
     """The values of all names of a config, but for prompts, which a check reads."""
@@ -98,7 +98,7 @@ def resolve(
     return found
 
 
-def resolve_settings(config: Config) -> Found:
+def find_settings(config: Config) -> Found:
     """The same without looking for a published model, which may be absent: for plans."""
     found, policy = named_rewards(config), config.policy
     with found.noting():

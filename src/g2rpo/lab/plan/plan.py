@@ -28,7 +28,7 @@ from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.train.checks import check_policy
 from g2rpo.train.consistency import SETTINGS, refuse_all
-from g2rpo.train.found import resolve_settings
+from g2rpo.train.found import find_settings
 from g2rpo.train.prediction import Planned
 from g2rpo.train.ranks import divided, faults_of_sharding, prompts_to_come, shard_group
 
@@ -249,7 +249,7 @@ class Planner:
         )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         refuse(faults_of_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node)))
-        refuse_all(SETTINGS, resolve_settings(self.config))
+        refuse_all(SETTINGS, find_settings(self.config))
         self.heldout, self.distinct, self.text_tokens = self._count_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
         self._known = KnownModels()
