@@ -39,7 +39,7 @@ from benchmarks.machine import describe, matmul_rate
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.config.recipes import settings
+from g2rpo.config.recipes import recipe_settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Cond
@@ -58,8 +58,8 @@ from g2rpo.models.blueprint import Blueprint, size_of
 from g2rpo.models.embeddings import CachedEncoder
 from g2rpo.models.hub import located
 from g2rpo.models.load import policy_class
+from g2rpo.models.published import PublishedModel
 from g2rpo.models.quantized import faults_of_quantization
-from g2rpo.models.spec import Model
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.checks import faults_of_autocast
@@ -132,7 +132,7 @@ class Found:
 
 def configured(case: Case, *overrides: str) -> tuple[Config, Blueprint]:
     """A recipe with one prompt an iteration, a reward without weights, and the case's overrides."""
-    given = settings(case["recipe"])
+    given = recipe_settings(case["recipe"])
     shape = shape_of(
         given["policy"]["path"], case["tiny"], case["blocks"] or (2 if case["tiny"] else None)
     )
@@ -250,7 +250,7 @@ def planned(case: Case, card_name: str) -> dict[str, float]:
     config, shape = configured(case)
     drawn = replace(
         catalogue.SPECS[shape.kind],
-        models={"random": Model("", parts=shape.parts, options=shape.options)},
+        models={"random": PublishedModel("", parts=shape.parts, options=shape.options)},
     )
     with patch.dict(catalogue.SPECS, {shape.kind: drawn}):
         plan = make_plan(config, cuda=True, heldout=1, distinct_prompts=1)

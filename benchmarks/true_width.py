@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
-from g2rpo.config.recipes import settings
+from g2rpo.config.recipes import recipe_settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core.data import Cond
 from g2rpo.core.noise import generator_for
@@ -154,7 +154,7 @@ def embedded(ways: list[str], prompts: int, steps: int = 10) -> dict[str, dict[s
     }.items():
         if name.startswith("adapters"):
             continue
-        policy = resolve(settings("scenes")).policy.model_copy(
+        policy = resolve(recipe_settings("scenes")).policy.model_copy(
             update={"device": "cpu", "tuning": "lora", "dtype": "bfloat16", **options}
         )
         pictures = Sampler(

@@ -24,7 +24,7 @@ from diffusers import FluxPipeline
 from torch.nn.functional import logsigmoid
 
 from g2rpo import api
-from g2rpo.core.images import cut
+from g2rpo.core.images import cut_picture
 from g2rpo.core.types import unguided
 
 BETA = 100.0
@@ -37,7 +37,7 @@ RATE = 5e-5
 def latents_of(policy, file):
     """The latents [1, tokens, channels] of a picture file, cut and resized to the policy's size."""
     vae, options = policy.pipeline.vae, policy.options
-    picture = cut(str(file), options.width, options.height).to(vae.device, vae.dtype)
+    picture = cut_picture(str(file), options.width, options.height).to(vae.device, vae.dtype)
     z = vae.encode(2 * picture - 1).latent_dist.mode()
     z = (z - vae.config.shift_factor) * vae.config.scaling_factor
     return FluxPipeline._pack_latents(z, *z.shape).float()

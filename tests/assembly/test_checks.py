@@ -401,7 +401,7 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
 
 def test_a_reward_that_was_an_object_is_named_once_and_not_as_unknown(tmp_path):
     given = {"rewards": {"calm": {"kind": "python"}}}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**recipes.settings("scenes"), **given}))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**recipes.recipe_settings("scenes"), **given}))
     with pytest.raises(UserError, match=r"^rewards.calm.kind=python: this run was begun from P"):
         check(load_config(str(tmp_path / "c.yaml"), []))
 

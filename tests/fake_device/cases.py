@@ -130,7 +130,9 @@ def apple(world, folder, recipe, *overrides):
     small += [f"prompts.cache={folder}", "trackers=[]"]
     moves = []
     for place in ("cpu", "fakegpu"):
-        settings = resolve(recipes.settings(recipe), [f"policy.device={place}", *small, *overrides])
+        settings = resolve(
+            recipes.recipe_settings(recipe), [f"policy.device={place}", *small, *overrides]
+        )
         (folder / place).mkdir()
         trainer = smooth(built(Request(config=settings, run_dir=folder / place, world=world)))
         begin = [parameter.detach().cpu().clone() for parameter in trainer.learner.parameters]

@@ -204,7 +204,8 @@ def test_settings_in_yaml_are_a_config(page):
     for block in blocks(TEXTS[page]):
         if block.language == "yaml":
             config = resolve(
-                {**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name
+                {**recipes.recipe_settings("scenes"), **yaml.safe_load(block.code)},
+                source=page.name,
             )
             for entry in config.rewards.values():
                 if plugins.is_code(str(entry.options.get("target"))):

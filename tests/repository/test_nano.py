@@ -39,7 +39,9 @@ def test_it_is_short():
 
 
 def test_two_iterations_are_the_packages_to_the_bit(tmp_path):
-    trainer = build(Request(config=resolve(recipes.settings("scenes"), SMALL), run_dir=tmp_path))
+    trainer = build(
+        Request(config=resolve(recipes.recipe_settings("scenes"), SMALL), run_dir=tmp_path)
+    )
     for _ in range(2):
         trainer.iterate()
     nano = nano_g2rpo.train(

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from g2rpo.core.http import Refused
 from g2rpo.core.images import to_pil, to_uint8
-from g2rpo.rewards.asking import Said, Unread, read_scores
+from g2rpo.rewards.asking import Said, Unread, scores_in
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.server import MAX_PIXELS, parse_request
 from tests.support.fuzzing import mutated
@@ -128,4 +128,4 @@ def test_any_text_of_a_judge_is_a_score_or_none_at_once(text):
     """The examples took minutes and more with repetitions that nothing bounded: a hang is how this
     test fails."""
     with contextlib.suppress(Unread):
-        assert 1 <= read_scores(Said(text, "stop"), ["Final Score"], 1, 5)[0] <= 5
+        assert 1 <= scores_in(Said(text, "stop"), ["Final Score"], 1, 5)[0] <= 5

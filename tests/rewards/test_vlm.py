@@ -8,7 +8,7 @@ import torch
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.http import NoAnswer, Refused
-from g2rpo.rewards.asking import Said, Unread, probability_of_yes, read_scores
+from g2rpo.rewards.asking import Said, Unread, probability_of_yes, scores_in
 from g2rpo.rewards.vlm import FORMS, VLMJudge
 from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in
@@ -330,10 +330,10 @@ def test_a_final_score_is_read(text, score):
     """Of every form twice, once after thoughts: a number that is not the whole score was read."""
     for before in ("", "<think>Final Score: 2, or 3?</think> "):
         if isinstance(score, float):
-            assert read_scores(Said(before + text, "stop"), *FINAL) == [score]
+            assert scores_in(Said(before + text, "stop"), *FINAL) == [score]
         else:
             with pytest.raises(Unread, match=score):
-                read_scores(Said(before + text, "stop"), *FINAL)
+                scores_in(Said(before + text, "stop"), *FINAL)
 
 
 @pytest.mark.parametrize(
@@ -351,12 +351,12 @@ def test_a_final_score_is_read(text, score):
 )
 def test_thoughts_are_no_answer(thoughts):
     whole = thoughts.replace("%s", "it would be right if ... Final Score: 5")
-    assert read_scores(Said(f"{whole}\nFinal Score: 2", "stop"), *FINAL) == [2.0]
+    assert scores_in(Said(f"{whole}\nFinal Score: 2", "stop"), *FINAL) == [2.0]
     with pytest.raises(Unread, match="no text after its thoughts"):
-        read_scores(Said(whole, "stop"), *FINAL)
+        scores_in(Said(whole, "stop"), *FINAL)
     if not thoughts.startswith("%s"):
         with pytest.raises(Unread, match="no end"):
-            read_scores(Said(whole.partition(" ...")[0] + "\nFinal Score: 5", "stop"), *FINAL)
+            scores_in(Said(whole.partition(" ...")[0] + "\nFinal Score: 5", "stop"), *FINAL)
 
 
 @pytest.mark.parametrize(
@@ -372,10 +372,10 @@ def test_thoughts_are_no_answer(thoughts):
 def test_only_an_answer_that_ended_by_itself_counts(ended, why):
     """A number may be cut in two: 1 of 10."""
     if why is None:
-        assert read_scores(Said("Final Score: 1", ended), *FINAL) == [1.0]
+        assert scores_in(Said("Final Score: 1", ended), *FINAL) == [1.0]
     else:
         with pytest.raises(Unread, match=why):
-            read_scores(Said("Final Score: 1", ended), *FINAL)
+            scores_in(Said("Final Score: 1", ended), *FINAL)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_scores_of_several_names_are_combined(form, numbers, score):
         said = Said(between.join(lines), "stop")
         if math.isnan(score):
             with pytest.raises(Unread, match="11, not from 0 to 10"):
-                read_scores(said, names, low, high)
+                scores_in(said, names, low, high)
         else:
-            values = read_scores(said, names, low, high)
+            values = scores_in(said, names, low, high)
             assert FORMS[form].combine(values) == pytest.approx(score)

@@ -359,7 +359,7 @@ def read_all(folder):
     read_run(Run(folder))
     Run(folder).finished_at()
     Run(folder).check_contents({"prompts": "0"}, accept=True)
-    rounds.read(folder / "votes.jsonl")
+    rounds.read_votes(folder / "votes.jsonl")
     latest_checkpoint(folder / "checkpoints")
     t = runs.trainer(folder, *SHORT)
     t.resume()

@@ -60,7 +60,7 @@ SNIPPETS = (
     "💥",
 )
 
-CONFIGS = [resolve(recipes.settings(name)) for name in recipes.names()]
+CONFIGS = [resolve(recipes.recipe_settings(name)) for name in recipes.names()]
 
 
 def _keys(data, prefix=""):

@@ -13,7 +13,7 @@ from g2rpo.data.testbed.scenes import (
     Group,
     Object,
     Scene,
-    draw,
+    draw_scene,
     is_heldout,
     parse,
     render_prompt,
@@ -86,7 +86,7 @@ def test_the_detector_is_right_about_drawings():
 
 def test_the_detector_finds_every_object_where_it_is():
     objects = [Object(14, 18, 5.5, "red", "star"), Object(44, 40, 9, "yellow", "square")]
-    found = detect(image_of(draw(objects, np.random.default_rng(0))))
+    found = detect(image_of(draw_scene(objects, np.random.default_rng(0))))
     assert [(f.colour, f.shape, f.size) for f in found] == [
         ("red", "star", "small"),
         ("yellow", "square", "large"),
@@ -114,7 +114,7 @@ def test_noise_shows_no_objects_of_the_world():
 
 
 def score(prompt, objects, *, partial=1):
-    image = torch.from_numpy(image_of(draw(objects, np.random.default_rng(0))))
+    image = torch.from_numpy(image_of(draw_scene(objects, np.random.default_rng(0))))
     return SceneAccuracy(partial=partial)(image[None], [prompt]).item()
 
 

@@ -28,7 +28,7 @@ from g2rpo.data.testbed.scenes import (
     Relation,
     Scene,
     Size,
-    draw,
+    draw_scene,
     is_heldout,
     parse,
     render_prompt,
@@ -57,7 +57,7 @@ OPPOSITE: dict[Relation, Relation] = {
 def render(scene: Scene, seed: int) -> Picture:
     """A picture of `scene`: the same picture for the same seed."""
     rng = np.random.default_rng(seed)
-    return draw(layout(scene, rng), rng)
+    return draw_scene(layout(scene, rng), rng)
 
 
 def layout(scene: Scene, rng: np.random.Generator, *, neat: bool = False) -> list[Object]:
@@ -213,7 +213,7 @@ def draw_dataset(rng: np.random.Generator, count: int, *, neat: bool = False) ->
     while len(scenes) < count:
         base = sample_train_scene(rng)
         for scene in (base, *(corrupt(base, rng) for _ in range(FAMILY - 1))):
-            pictures[len(scenes)] = draw(layout(scene, rng, neat=neat), rng)
+            pictures[len(scenes)] = draw_scene(layout(scene, rng, neat=neat), rng)
             scenes.append(scene)
     return Dataset(pictures, scenes)
 

@@ -101,27 +101,27 @@ def main(arguments: list[str] | None = None) -> None:
             if (needed := getattr(error, "options", None))
             else ""
         )
-        _tell(f"{error}{again}", "bold red")
+        _tell_error(f"{error}{again}", "bold red")
         sys.exit(2)
     except OSError as error:
         if error.errno not in UNUSABLE or error.filename is None:
             raise
-        _tell(
+        _tell_error(
             f"{str(error.filename)[:300]}: cannot be used ({error.strerror}); name another file or folder",
             "bold red",
         )
         sys.exit(2)
     except (Stopped, Interrupted) as stop:
-        _tell(str(stop), "bold yellow")
+        _tell_error(str(stop), "bold yellow")
         sys.exit(stop.exit_code)
     except (MemoryError, RuntimeError) as error:
         if (unable := without_operator(error)) is not None:
-            _tell(unable, "bold red")
+            _tell_error(unable, "bold red")
             sys.exit(2)
         if not out_of_memory(error):
             raise
         remedy = "take smaller pictures or batches, policy.dtype=bfloat16, or a device with more memory (see `g2rpo plan`)"
-        _tell(
+        _tell_error(
             f"out of memory: {str(error).splitlines()[0] if str(error) else 'Python has no more'}\n{remedy}",
             "bold red",
         )
@@ -157,7 +157,7 @@ def plugins_first(arguments: list[str]) -> list[str]:
     return [*first, *rest]
 
 
-def _tell(message: str, style: str) -> None:
+def _tell_error(message: str, style: str) -> None:
     """Prints a message without markup or control characters, which text from files and servers may
     contain.
 

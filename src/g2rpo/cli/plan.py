@@ -86,7 +86,9 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
     """Prints a table; overrides, which are long, stand below it by their numbers."""
     caption = "memory as drivers give it, with 5 % for gaps and 1 GiB for CUDA; time by datasheet, rewards on the CPU aside"
     columns = ("--device", "needed", "of", "to spare", "the run", "with")
-    table = _table(f"{escape(recipe)} on cards", columns, ("--device", "with"), caption=caption)
+    table = _aligned_table(
+        f"{escape(recipe)} on cards", columns, ("--device", "with"), caption=caption
+    )
     numbers: dict[str, int] = {}
     noted: dict[str, dict[str, None]] = {}
     for key, row in sorted(rows.items(), key=lambda item: item[1].capacity):
@@ -114,7 +116,7 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
         warn(console, note if everywhere else f"{', '.join(of)}: {note}")
 
 
-def _table(
+def _aligned_table(
     title: str, columns: Sequence[str], left: Collection[str] = ("",), **style: Any
 ) -> Table:
     """A table whose columns are to the right, but those that are named."""
@@ -127,7 +129,7 @@ def _table(
 def _work_table(plan: Estimate) -> Table:
     counts, rows = plan.counts, plan.network_rows
     varying = len(counts.kinds) > 1
-    table = _table(
+    table = _aligned_table(
         "work", ("", "an iteration, on average" if varying else "an iteration", "the run")
     )
 
@@ -176,7 +178,7 @@ def _work_table(plan: Estimate) -> Table:
 
 def _memory_table(plan: Estimate, target: Target) -> Table:
     memory = plan.memory
-    table = _table("memory", ("", " "))
+    table = _aligned_table("memory", ("", " "))
 
     def section(title: str, sizes: Mapping[str, int]) -> None:
         table.add_section()
@@ -213,7 +215,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
 
 
 def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
-    table = _table("time", ("", "an iteration", "the run"), caption=seconds.basis)
+    table = _aligned_table("time", ("", "an iteration", "the run"), caption=seconds.basis)
     for name, once in seconds.iteration.items():
         table.add_row(name, planned(once), planned(once * counts.iterations))
     if seconds.encoding:

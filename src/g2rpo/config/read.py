@@ -42,7 +42,7 @@ def load_config(
         refuse(_faults_of_name(recipe))
         if os.path.isdir(recipe):
             notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
-        data, source = recipes.settings(recipe), f"recipe {recipe}"
+        data, source = recipes.recipe_settings(recipe), f"recipe {recipe}"
     config = resolve(data, overrides, source, notify)
     asked = {override.partition("=")[0] for override in overrides}
     if not is_file:

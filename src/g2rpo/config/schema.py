@@ -164,12 +164,12 @@ Alarm = Literal[
 """The name of an alarm; `train.monitor.alarms.ALARMS` says when each is raised."""
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Allows `trackers=wandb` for `trackers=[wandb]`."""
     return [value] if isinstance(value, str) else value
 
 
-Trackers = Annotated[list[str], BeforeValidator(_listed)]
+Trackers = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class Config(Section):

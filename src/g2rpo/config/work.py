@@ -25,7 +25,7 @@ def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     evaluates without gradient, under the untrained or the old weights. `evaluations` are the
     rollout's if known; beforehand an algorithm may only give an upper bound.
     """
-    return _work(config, plans_in(config, iteration), evaluations)
+    return _work_of_plans(config, plans_in(config, iteration), evaluations)
 
 
 def work_of_run(config: Config) -> int:
@@ -54,7 +54,7 @@ def trained_sigmas_of(config: Config, sigmas: Tensor) -> list[float]:
     return trained_sigmas(config.algorithm, [*plans], sigmas)
 
 
-def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None) -> int:
+def _work_of_plans(config: Config, plans: Sequence[Plan], evaluations: int | None = None) -> int:
     algorithm = config.algorithm
     trained, base = count_trained(algorithm, plans, config.sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
@@ -93,5 +93,5 @@ def _costs(config: Config) -> Iterator[int]:
     for iteration in count():
         plans = tuple(plans_in(config, iteration))
         if plans not in known:
-            known[plans] = _work(config, plans)
+            known[plans] = _work_of_plans(config, plans)
         yield known[plans]

@@ -45,7 +45,7 @@ def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int
     except Exception as error:  # anything the user's code raises
         failed = f"algorithm {name_of(algorithm)}: plans failed: {type(error).__name__}: {error}{where(error)}"
         raise UserError(failed) from error
-    _refuse(algorithm, "plans", _faults_of_plans(plans, num_steps, iteration))
+    _refuse_answer(algorithm, "plans", _faults_of_plans(plans, num_steps, iteration))
     return plans
 
 
@@ -65,7 +65,7 @@ def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Ten
     shape [N, G]."""
     advantages = algorithm.advantages(rewards, weights)
     groups, members = rewards.shape[0], rewards.shape[-1]
-    _refuse(algorithm, "advantages", _faults_of_advantages(advantages, (groups, members)))
+    _refuse_answer(algorithm, "advantages", _faults_of_advantages(advantages, (groups, members)))
     return advantages
 
 
@@ -93,7 +93,7 @@ def check_loss(algorithm: Algorithm, loss: Loss, members: int, first: bool) -> N
     """UserError unless a loss has a value for each of so many members, depends on the weights and,
     in the first update of a rollout, is finite; the network's velocities have to be. For a trial: a
     run has no time for it at every pass."""
-    _refuse(algorithm, "loss", _faults_of_loss(loss, members, first))
+    _refuse_answer(algorithm, "loss", _faults_of_loss(loss, members, first))
 
 
 def _faults_of_loss(loss: Any, members: int, first: bool) -> Iterator[Fault]:
@@ -116,7 +116,7 @@ def _faults_of_shape(value: Any, shape: tuple[int, ...], meaning: str) -> Iterat
         yield f"shape {list(shape)} ({meaning})", f"shape {list(value.shape)}"
 
 
-def _refuse(algorithm: Algorithm, method: str, faults: Iterable[Fault]) -> None:
+def _refuse_answer(algorithm: Algorithm, method: str, faults: Iterable[Fault]) -> None:
     """UserError with the first of these faults."""
     refuse(
         f"algorithm {name_of(algorithm)}: {method} should return {wanted}, but returned {got}"

@@ -178,14 +178,14 @@ def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         text = {**header.get("__metadata__", {}), **entries}
         content = json.dumps(
-            {"__metadata__": dict(sorted(text.items())), **_tensors(header)}, separators=(",", ":")
+            {"__metadata__": dict(sorted(text.items())), **_entries(header)}, separators=(",", ":")
         ).encode()
         content += b" " * (-len(content) % 8)  # the tensors begin at a multiple of 8
         copy.write(len(content).to_bytes(8, "little") + content)
         shutil.copyfileobj(file, copy)
 
 
-def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(header: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
@@ -328,16 +328,17 @@ class RunFiles:
 
     def scores(self, iteration: int) -> Path:
         """The table of held-out scores after an iteration (`train.monitor.scores`)."""
-        return self.path / "scores" / f"{_named(iteration)}.jsonl"
+        return self.path / "scores" / f"{iteration_name(iteration)}.jsonl"
 
     def pictures(self, iteration: int) -> Path:
         """The folder of the held-out pictures that are kept after an iteration."""
-        return self.path / "samples" / _named(iteration)
+        return self.path / "samples" / iteration_name(iteration)
 
     def grid(self, iteration: int) -> Path:
         """The first of them side by side."""
         return self.pictures(iteration).with_suffix(".png")
 
 
-def _named(iteration: int) -> str:
+def iteration_name(iteration: int) -> str:
+    """The name of what a run keeps of an iteration, in files and folders."""
     return f"iteration_{iteration:06d}"

@@ -56,10 +56,10 @@ def images_of(prompt: str) -> tuple[str, ...]:
 
 def read_inputs(prompt: str) -> list[Image.Image]:
     """The prompt's input pictures as `as_rgb`; UserError names the prompt and the file."""
-    return [_opened(path, _place(prompt), as_rgb) for path in images_of(prompt)]
+    return [_opened(path, _prompt_in_short(prompt), as_rgb) for path in images_of(prompt)]
 
 
-def cut(path: str, width: int, height: int) -> Tensor:
+def cut_picture(path: str, width: int, height: int) -> Tensor:
     """A judged picture, [1, 3, H, W] in [0, 1]: its middle with these proportions, resized by
     Lanczos' filter."""
     whole = _opened(path, "pairs", as_rgb, "picture")
@@ -68,7 +68,9 @@ def cut(path: str, width: int, height: int) -> Tensor:
 
 def check_inputs(prompts: Iterable[str]) -> None:
     """Refuses prompts whose pictures are absent, damaged or too large; UserError names both."""
-    check_pictures((path, _place(prompt)) for prompt in prompts for path in images_of(prompt))
+    check_pictures(
+        (path, _prompt_in_short(prompt)) for prompt in prompts for path in images_of(prompt)
+    )
 
 
 def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
@@ -79,7 +81,7 @@ def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
     for prompt in prompts:
         if not least <= (count := len(images_of(prompt))) <= most:
             raise UserError(
-                f"{_place(prompt)}: has {count} input pictures, but this model takes {wanted}"
+                f"{_prompt_in_short(prompt)}: has {count} input pictures, but this model takes {wanted}"
             )
 
 
@@ -138,7 +140,7 @@ def _state_of(path: str) -> str:
 def content_of(prompt: str, digests: FileDigests) -> list[str]:
     """A digest of each of the prompt's input pictures."""
     for path in images_of(prompt):
-        _opened(path, _place(prompt), lambda picture: None)
+        _opened(path, _prompt_in_short(prompt), lambda picture: None)
     return [digests.of(local(path)) for path in images_of(prompt)]
 
 
@@ -153,7 +155,7 @@ def digest_of_prompts(prompts: Iterable[str]) -> str:
     return digest_of([content(prompt) for prompt in prompts])
 
 
-def _place(prompt: str) -> str:
+def _prompt_in_short(prompt: str) -> str:
     return f"prompt {str(prompt)[:60]!r}"
 
 

@@ -261,7 +261,7 @@ def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
     out."""
     values, adapter, after = [], TypeAdapter(kind), hint and f"; {hint}"
     with placed(f"{path}: ", after=after):
-        *lines, _ = _read(path, 4 * LARGEST_FILE).split(b"\n")
+        *lines, _ = _read_regular(path, 4 * LARGEST_FILE).split(b"\n")
     for number, line in enumerate(lines, 1):
         with placed(f"{path}, line {number}: ", after=after):
             values.append(_parsed(adapter, decoded(line)))
@@ -276,17 +276,17 @@ def parse_as(kind: type[T], text: str | bytes | bytearray) -> T:
 def checked_as(kind: type[T], value: Any) -> T:
     """`value`, of Python's types, as `kind`, as strictly as `parse_as`; ValueError names the first
     wrong value."""
-    with _in_words():
+    with _first_in_words():
         return TypeAdapter(kind).validate_python(value, strict=True)
 
 
 def _parsed(adapter: TypeAdapter[T], text: str | bytes | bytearray) -> T:
-    with _in_words():
+    with _first_in_words():
         return adapter.validate_json(text, strict=True)
 
 
 @contextmanager
-def _in_words() -> Iterator[None]:
+def _first_in_words() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
@@ -344,10 +344,10 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError)
     if it cannot be read."""
-    return decoded(_read(path, largest))
+    return decoded(_read_regular(path, largest))
 
 
-def _read(path: Path, largest: int) -> bytes:
+def _read_regular(path: Path, largest: int) -> bytes:
     """Reads regular files only: a pipe may never end."""
     with placed("cannot be read (", OSError, kind=ValueError, after=")"):
         state = path.stat()

@@ -74,7 +74,7 @@ def allow(name: str) -> None:
         )
     key = _key(source)
     _allowed.add(key)
-    digest = _digest(key)
+    digest = _digest_of_code(key)
     known = _trusted()
     if digest is not None and known.get(key) != digest:
         path = trusted_file()
@@ -98,7 +98,7 @@ def _trusted() -> dict[str, str]:
     return read_as(dict[str, str], path, hint) if path.is_file() else {}
 
 
-def _digest(key: str) -> str | None:
+def _digest_of_code(key: str) -> str | None:
     """The SHA-256 of a file's content; None for a module and for a file that cannot be read."""
     try:
         code = key.endswith(".py") and not is_other(Path(key))
@@ -113,7 +113,7 @@ def _may_run(source: str) -> bool:
     key = _key(source)
     if (
         key not in _allowed
-        and (digest := _digest(key)) is not None
+        and (digest := _digest_of_code(key)) is not None
         and _trusted().get(key) == digest
     ):
         _allowed.add(key)

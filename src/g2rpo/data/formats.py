@@ -64,7 +64,7 @@ def _faults(lines: list[tuple[int, str]]) -> Iterator[str]:
     for number, line in lines:
         if not line:
             yield f"line {number}: has nothing visible; take it out"
-        if (fault := _fault(line)) is not None:
+        if (fault := _fault_of_line(line)) is not None:
             yield (
                 f"line {number}: {fault}, which would be read as part of the prompt: {line[:60]!r}; take it out, "
                 "or write the prompts to a .jsonl file, where all is taken as it is"
@@ -95,7 +95,7 @@ def _is_visible(letter: str) -> bool:
     return category[0] != "Z" and category != "Cf" and letter not in EMPTY_GLYPHS
 
 
-def _fault(line: str) -> str | None:
+def _fault_of_line(line: str) -> str | None:
     for pattern, what in _LINES:
         if found := re.match(pattern, line, re.IGNORECASE):
             mark = found.groupdict().get("mark", found[0])

@@ -51,7 +51,7 @@ LAYOUTS = (
 )
 
 
-def _shown(value: Any) -> Any:
+def _picture_in(value: Any) -> Any:
     """A picture's file name or bytes. Tables of `datasets` hold both in a mapping."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
@@ -74,13 +74,13 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     """A CSV file's numbers are text."""
     return float(value) if isinstance(value, str | int) else value
 
 
-Shown = Annotated[str | bytes, BeforeValidator(_shown)]
-Number = Annotated[float, BeforeValidator(_number)]
+Shown = Annotated[str | bytes, BeforeValidator(_picture_in)]
+Number = Annotated[float, BeforeValidator(_as_number)]
 Two = tuple[str | bytes, str | bytes]
 """A chosen and a rejected picture."""
 
@@ -142,7 +142,7 @@ KINDS: Sequence[type[_Pair | _PickAPic | _Ranked]] = (_Pair, _PickAPic, _Ranked)
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedPictures:
     """Files of pictures, of a prompt or of none, of which people `liked` the first so many better
     than the others. `place`: where they stand in the source."""
 
@@ -152,7 +152,7 @@ class Compared:
     place: str = ""
 
 
-def _file_of(shown: str | bytes, table: Path) -> str:
+def _path_of(shown: str | bytes, table: Path) -> str:
     """The path of a picture: beside its table, or in a folder there of the table's name. Bytes are
     stored in the cache."""
     if isinstance(shown, bytes):
@@ -176,7 +176,7 @@ def stored(content: bytes) -> str:
     return str(path)
 
 
-def read_pairs(source: str | Path) -> list[Compared]:
+def read_pairs(source: str | Path) -> list[ComparedPictures]:
     """What people compared in a source; ties are left out. UserError for one that cannot be used.
 
     - `FILE.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, or a folder of parquet files (those of the
@@ -188,7 +188,7 @@ def read_pairs(source: str | Path) -> list[Compared]:
     """
     path = local(source)
     with placed(f"{path}: ", ValueError, OSError):
-        rows = list(_read(path))
+        rows = list(_compared_in(path))
     found = [one for one in rows if one is not None]
     if not found:
         why = f"has nothing but ties ({len(rows)})" if rows else "is empty"
@@ -197,7 +197,7 @@ def read_pairs(source: str | Path) -> list[Compared]:
     return found
 
 
-def _check_pictures(compared: Sequence[Compared], name: str) -> None:
+def _check_pictures(compared: Sequence[ComparedPictures], name: str) -> None:
     places: dict[str, str] = {}
     for one in compared:
         places |= {path: one.place for path in one.pictures if path not in places}
@@ -219,7 +219,7 @@ def _refuse_some(name: str, faults: Sequence[str], of: str) -> None:
         raise UserError(f"{name}: {len(faults)} of {of} cannot be used: {listed}{more}")
 
 
-def _read(path: Path) -> Iterator[Compared | None]:
+def _compared_in(path: Path) -> Iterator[ComparedPictures | None]:
     """What is compared in a source, None for a tie."""
     tables = sorted([*path.glob("*.parquet"), *path.glob("data/*.parquet")])
     if (path / "good").is_dir() or (path / "bad").is_dir():
@@ -227,7 +227,7 @@ def _read(path: Path) -> Iterator[Compared | None]:
     elif tables:
         train = [table for table in tables if table.name.startswith("train")]
         for table in train or tables:
-            yield from _read(table)
+            yield from _compared_in(table)
     elif path.is_dir():
         raise ValueError("is a folder without good/ and bad/, and without .parquet files")
     elif not path.exists():
@@ -240,7 +240,7 @@ def _read(path: Path) -> Iterator[Compared | None]:
             if not pairs:
                 yield None
             for prompt, pictures in pairs:
-                yield Compared(prompt, pictures, place=place)
+                yield ComparedPictures(prompt, pictures, place=place)
 
 
 def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -277,7 +277,7 @@ def _pairs_of(record: Any, table: Path) -> Iterator[tuple[Prompt, tuple[str, str
     plain = {name: value for name, value in rest.items() if name == column or not _has_bytes(value)}
     prompt = prompt_of(plain, column, table.parent.absolute())
     for chosen, rejected in layout.pairs():
-        yield prompt, (_file_of(chosen, table), _file_of(rejected, table))
+        yield prompt, (_path_of(chosen, table), _path_of(rejected, table))
 
 
 def _has_bytes(value: Any) -> bool:
@@ -287,7 +287,7 @@ def _has_bytes(value: Any) -> bool:
     return isinstance(value, bytes) or (isinstance(value, list) and any(map(_has_bytes, value)))
 
 
-def _of_folders(path: Path) -> Iterator[Compared]:
+def _of_folders(path: Path) -> Iterator[ComparedPictures]:
     """The good and bad pictures of a folder, by prompt."""
     sides: dict[str, tuple[list[str], list[str]]] = {}
     for side, name in enumerate(("good", "bad")):
@@ -299,9 +299,9 @@ def _of_folders(path: Path) -> Iterator[Compared]:
     rest: tuple[list[str], list[str]] = ([], [])
     for prompt, (good, bad) in sides.items():
         if good and bad:
-            yield Compared(prompt, (*good, *bad), len(good), str(path))
+            yield ComparedPictures(prompt, (*good, *bad), len(good), str(path))
         else:
             rest[0].extend(good)
             rest[1].extend(bad)
     if rest[0] and rest[1]:
-        yield Compared("", (*rest[0], *rest[1]), len(rest[0]), str(path))
+        yield ComparedPictures("", (*rest[0], *rest[1]), len(rest[0]), str(path))

@@ -123,7 +123,7 @@ def _visible(text: str) -> str:
     return visible
 
 
-def _listed(images: Any) -> Any:
+def _as_paths(images: Any) -> Any:
     """Allows one path for a list of one, and null or "" for none."""
     return [images] if isinstance(images, str) and images else images or []
 
@@ -136,7 +136,7 @@ class _Beside(BaseModel):
 
     images: Annotated[
         list[str],
-        BeforeValidator(_listed),
+        BeforeValidator(_as_paths),
         Field(validation_alias=AliasChoices("images", "image")),
     ] = []
     metadata: Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})] = {}

@@ -94,7 +94,7 @@ class ModelCheck:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnByPipeline:
     """What a pipeline drew by its own call: pictures, the noise and the velocity of its first step,
     the latents that it decoded, and its sigmas."""
 
@@ -160,7 +160,7 @@ def drawn_by(
     options: PolicyConfig,
     prompts: Sequence[Prompt],
     steps: int = CHECKED_STEPS,
-) -> Drawn:
+) -> DrawnByPipeline:
     """Pictures by the pipeline's own call. Prompts go one by one where there are input pictures, or
     where prompts that are encoded together change each other (CogView4 pads them without a
     mask)."""
@@ -210,7 +210,7 @@ def drawn_by(
         found.append((*seen[0], x + (scheduler.sigmas[-1] - scheduler.sigmas[-2]) * v))
     noise, velocity, latents = (torch.cat(each) for each in zip(*found, strict=True))
     sigmas = scheduler.sigmas.float().cpu()
-    return Drawn(torch.cat(pictures), noise, velocity, latents, sigmas, euler)
+    return DrawnByPipeline(torch.cat(pictures), noise, velocity, latents, sigmas, euler)
 
 
 def reported(found: Iterator[ModelCheck]) -> Iterator[ModelCheck]:

@@ -83,7 +83,7 @@ def export(
     refuse(_faults_of_format(format))
     config = Run(run).read_config()
     which = (f"-{checkpoint}" if checkpoint else "") + "-learnt" * learnt
-    own, out = out is None, out or _place(run, format, which)
+    own, out = out is None, out or _own_place(run, format, which)
     refuse(_faults_of_out(out, format))
     kept = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
     tuned = _learnt(kept, config) if learnt else kept
@@ -91,7 +91,7 @@ def export(
         other = _other_names(format, tuned, config)
     except Unfit as refusal:
         raise UserError(
-            f"--format {format}: {refusal}; this run can be written with --format {' or '.join(_fitting(tuned, config))}"
+            f"--format {format}: {refusal}; this run can be written with --format {' or '.join(_fitting_formats(tuned, config))}"
         ) from None
     as_final = checkpoint is None and tuned.adapter is kept.adapter
     finished = Run(run).weights if as_final else None  # which its card describes
@@ -143,7 +143,7 @@ def _other_names(format: str, tuned: TunedWeights, config: Config) -> Renamed:
     return tensors_for(tuned.adapter, names, format)
 
 
-def _fitting(tuned: TunedWeights, config: Config) -> Iterator[str]:
+def _fitting_formats(tuned: TunedWeights, config: Config) -> Iterator[str]:
     """The formats that can hold these weights."""
     for format in EXPORT_FORMATS:
         with suppress(Unfit):
@@ -166,7 +166,7 @@ def _learnt(tuned: TunedWeights, config: Config) -> TunedWeights:
     return tuned if start is None else replace(tuned, adapter=tuned.adapter.plus(start, -1))
 
 
-def _place(run: Path, format: str, which: str) -> Path:
+def _own_place(run: Path, format: str, which: str) -> Path:
     name = run.resolve().name if format == "comfyui" else f"{run.resolve().name}-{format}"
     return Run(run).exports / (
         f"{name}{which}.safetensors" if format in FILE_FORMATS else f"{format}{which}"
@@ -228,7 +228,7 @@ def merge(
         tensors = dict(_merged(tuned, path, rounding, rounded))
         missing -= tensors.keys()
         if rename is None:
-            _save(tensors, out / path.name)
+            _save_tensors(tensors, out / path.name)
         else:
             renamed |= {rename(name): value for name, value in tensors.items()}
     if missing:
@@ -236,7 +236,7 @@ def merge(
             f"{base}: is another model than the one that was trained; it has no {min(missing)}"
         )
     if rename is not None:
-        _save(renamed, out)
+        _save_tensors(renamed, out)
         return rounding
     for path in (base / "config.json", *base.glob("*.safetensors.index.json")):
         shutil.copy(path, out)
@@ -255,7 +255,7 @@ def _merged(
             yield name, stored
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path)
     add_metadata(path, {"format": "pt"})
 

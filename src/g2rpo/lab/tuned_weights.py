@@ -78,7 +78,7 @@ def final(run: Path, config: Config) -> TunedWeights:
         raise UserError(
             f"{folder}: holds neither {ADAPTER_FILE} nor a transformer's config.json; its policy has a format of its own"
         )
-    return TunedWeights(class_of(folder), whole=_tensors(folder))
+    return TunedWeights(class_of(folder), whole=_tensors_of_folder(folder))
 
 
 def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
@@ -159,7 +159,7 @@ def class_of(transformer: Path) -> str:
     return kind
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors_of_folder(folder: Path) -> dict[str, Tensor]:
     """All tensors of a model's folder, read from disk when they are used."""
     with loading(f"{folder}: cannot be read"):
         tensors = {

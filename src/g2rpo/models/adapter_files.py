@@ -88,7 +88,7 @@ def read_adapter(
     with loading(str(path)):
         refuse_others(tensors.keys())
         header = parse_as(_Header, json.dumps(metadata))
-        config = _config_of(path, tensors.keys(), header)
+        config = _peft_config_of(path, tensors.keys(), header)
         tensors = unwrapped(tensors)
         pairs = pairs_in(tensors.keys())
         read = Adapter(
@@ -104,7 +104,9 @@ def read_adapter(
         scaled = Adapter(
             {name: (down, up * scales[name]) for name, (down, up) in read.layers.items()}
         )
-        layers = _named(path, pairs, list(scaled.layers.values()), pipeline, transformer, names)
+        layers = _with_own_names(
+            path, pairs, list(scaled.layers.values()), pipeline, transformer, names
+        )
         if set(scales.values()) != {1.0}:  # the config says a scale that is now in the weights
             metadata.pop(CONFIG, None)
         scale = scales[pairs[0].down] if len(set(scales.values())) == 1 else 1.0
@@ -142,7 +144,7 @@ class _Header(BaseModel):
         return of_pipeline or (self.config if "r" in self.config else {})
 
 
-def _config_of(path: Path, names: Collection[str], header: _Header) -> PeftConfig | None:
+def _peft_config_of(path: Path, names: Collection[str], header: _Header) -> PeftConfig | None:
     """peft's config of a file, which is in its header or beside it; None if neither has one.
     ValueError for a file of peft that nothing says the scale of."""
     if header.peft:
@@ -192,7 +194,7 @@ def _scale_of(
     return scale
 
 
-def _named(
+def _with_own_names(
     path: Path,
     pairs: Sequence[Pair],
     layers: Sequence[Factors],
@@ -258,7 +260,8 @@ def _converted(
         renamed = dict(zip(written, names, strict=True))
         try:
             found, seen = (
-                _by_converter(_file_of(pairs, each, renamed), pipeline) for each in (layers, marks)
+                _by_converter(_as_in_file(pairs, each, renamed), pipeline)
+                for each in (layers, marks)
             )
         except Exception as error:  # whatever a converter meets in files that are not its own
             said.append("diffusers says: " + " ".join(str(error).split())[:200])
@@ -271,7 +274,7 @@ def _converted(
     return None, said[0]
 
 
-def _file_of(
+def _as_in_file(
     pairs: Sequence[Pair], layers: Sequence[Factors], renamed: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """The tensors of a file with these factors. Of an alpha, which is multiplied in already, the

@@ -73,10 +73,10 @@ class Pair:
 
 def refuse_others(names: Collection[str]) -> None:
     """ValueError for the names of tensors that are no LoRA of a transformer alone."""
-    refuse(_faults_of(names), ValueError)
+    refuse(_faults_of_names(names), ValueError)
 
 
-def _faults_of(names: Collection[str]) -> Iterator[str]:
+def _faults_of_names(names: Collection[str]) -> Iterator[str]:
     for ending, kind in OTHER_KINDS.items():
         if found := next(filter(re.compile(ending).search, sorted(names)), None):
             yield f"is a {kind} ({found}), which is not supported; a plain LoRA is"

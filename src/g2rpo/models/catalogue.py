@@ -11,7 +11,7 @@ import torch
 
 from g2rpo.core import plugins
 from g2rpo.models import comfyui
-from g2rpo.models.published import Model
+from g2rpo.models.published import PublishedModel
 from g2rpo.models.spec import ATTENTION_TARGETS, RARE, PipelineSpec
 
 NEGATIVE_TOO = (
@@ -293,7 +293,7 @@ def pipeline_names() -> list[str]:
     return list(plugins.available("policies", dict.fromkeys(SPECS, "")))
 
 
-def model_of(path: str, kind: str | None = None) -> tuple[PipelineSpec, Model] | None:
+def model_of(path: str, kind: str | None = None) -> tuple[PipelineSpec, PublishedModel] | None:
     """The published weights with the hub id `path`; None if unknown. `kind` is policy.kind."""
     specs = SPECS.values() if kind is None else [spec_of(kind)]
     return next(

@@ -15,11 +15,11 @@ TuningMode = Literal["lora", "full", "frozen"]
 """What of a policy is trained; "frozen", for sampling, is no option of a config."""
 
 
-def _name(value: Any) -> Any:
+def _dtype_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_name)]
+Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype_name)]
 """From Python also torch's."""
 
 

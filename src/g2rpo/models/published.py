@@ -23,7 +23,7 @@ Part = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Model:
+class PublishedModel:
     """Published weights."""
 
     licence: str
@@ -33,7 +33,7 @@ class Model:
 
 
 @functools.cache
-def models_of(pipeline_class: str) -> Mapping[str, Model]:
+def models_of(pipeline_class: str) -> Mapping[str, PublishedModel]:
     """The published models of a class of pipelines, by hub id."""
     tables = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     rows = {name: (row["class"], row["config"]) for name, row in tables["parts"].items()}
@@ -41,7 +41,7 @@ def models_of(pipeline_class: str) -> Mapping[str, Model]:
     for name, entry in tables["models"].items():
         if entry.pop("pipeline") == pipeline_class:
             named = entry.pop("parts", None)
-            models[name] = Model(
+            models[name] = PublishedModel(
                 **entry, parts=named and {part: rows[row] for part, row in named.items()}
             )
     return models

@@ -17,7 +17,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.images import images_of
 from g2rpo.models.comfyui import ComfyUI
 from g2rpo.models.options import PolicyConfig
-from g2rpo.models.published import Model, models_of
+from g2rpo.models.published import PublishedModel, models_of
 from g2rpo.models.replay import NetworkCall
 
 NEGATIVE = "negative_"
@@ -130,11 +130,11 @@ class PipelineSpec:
     """Policy options that this class lacks, besides those that its call has no argument for."""
     comfyui: ComfyUI | None = None
     """ComfyUI's names of the transformer's modules; None: no such model is known."""
-    models: Mapping[str, Model] = field(default_factory=dict)
+    models: Mapping[str, PublishedModel] = field(default_factory=dict)
     """Published weights besides those in `published.json`, by hub id."""
 
     @property
-    def known(self) -> Mapping[str, Model]:
+    def known(self) -> Mapping[str, PublishedModel]:
         """Published weights, by hub id."""
         return {**models_of(self.pipeline_class), **self.models}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from g2rpo.core.data import Cond
 from g2rpo.core.devices import empty_cache
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import counted, cut
 from g2rpo.core.images import read_inputs
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast
@@ -156,7 +156,7 @@ def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]
 
 WORD, WORDS = "a ", 6000
 """A prompt longer than any that is read: policy.max_sequence_length is at most 4096."""
-SHOWN = 60
+SHOWN_LETTERS = 60
 """Letters that are shown of a prompt, and of what is left out of it."""
 
 
@@ -281,9 +281,5 @@ def warn_of_long(text: TextEncoders, prompts: Sequence[str], notify: Callable[[s
         are = "is" if len(long) == 1 else "are"
         notify(
             f"{len(long)} of {counted(len(every), 'prompt')} {are} longer than {name} reads ({counted(most, 'token')}"
-            f"{beside}): of {_short(prompt)} it leaves out {_short(words)}"
+            f"{beside}): of {cut(str(prompt), SHOWN_LETTERS)!r} it leaves out {cut(words, SHOWN_LETTERS)!r}"
         )
-
-
-def _short(text: str) -> str:
-    return repr(str(text) if len(text) <= SHOWN else f"{text[:SHOWN]}...")

@@ -233,12 +233,12 @@ def probability_of_yes(said: Said) -> float:
     begin, end = after_thoughts("".join(token for token, _ in said.tokens)), 0
     for token, likely in said.tokens:
         end += len(token)
-        if end <= begin or not _word(token):
+        if end <= begin or not _word_of(token):
             continue
         found = {"yes": 0.0, "no": 0.0}
         for spelling, probability in likely:
-            if _word(spelling) in found:
-                found[_word(spelling)] += probability
+            if _word_of(spelling) in found:
+                found[_word_of(spelling)] += probability
         if (mass := sum(found.values())) >= LEAST_MASS:
             return found["yes"] / mass
         raise Unread(
@@ -247,12 +247,12 @@ def probability_of_yes(said: Said) -> float:
     raise Unread("it has no word after its thoughts")
 
 
-def _word(token: str) -> str:
+def _word_of(token: str) -> str:
     """The word of a token, in small letters; none of white space, marks and tags."""
     return re.sub(r"<[^<>]*>|[*_`\"'.,!:#{}]", "", token).strip(_BLANKS).lower()
 
 
-def read_scores(said: Said, names: Sequence[str], low: float, high: float) -> list[float]:
+def scores_in(said: Said, names: Sequence[str], low: float, high: float) -> list[float]:
     """The scores of these names, each from `low` to `high`.
 
     The last mention of a name counts, because an answer may quote its instructions. A single score

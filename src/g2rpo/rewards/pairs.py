@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted, placed
-from g2rpo.core.images import cut
+from g2rpo.core.images import cut_picture
 from g2rpo.core.types import Reward
 from g2rpo.data.pairs import read_pairs
 from g2rpo.rewards.clip import CLIPScore
@@ -45,7 +45,7 @@ class Pairs(Reward):
             return None
         choices = []
         for one in read_pairs(self.path):
-            images = torch.cat([cut(picture, width, height) for picture in one.pictures])
+            images = torch.cat([cut_picture(picture, width, height) for picture in one.pictures])
             features = features_of(images, [one.prompt] * len(images), self.encoder)
             choices.append(Choice(features, tuple(range(one.liked)), str(one.prompt)))
         self.head = fit(choices)

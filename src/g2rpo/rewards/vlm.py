@@ -32,7 +32,7 @@ from g2rpo.rewards.asking import (
     ServedModel,
     Unread,
     probability_of_yes,
-    read_scores,
+    scores_in,
 )
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.remote import Endpoint
@@ -213,7 +213,7 @@ class VLMJudge(PictureReward):
         """The score in what the model said; `Unread` if there is none."""
         if not self.names:
             return probability_of_yes(said)
-        return self.form.combine(read_scores(said, self.names, self.form.low, self.form.high))
+        return self.form.combine(scores_in(said, self.names, self.form.low, self.form.high))
 
 
 def _template(text: str) -> str:

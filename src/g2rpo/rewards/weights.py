@@ -262,10 +262,10 @@ def read_instruction(place: str) -> str:
             f"{path}: no such file (an instruction is read from FILE.txt, or from FILE.py:NAME)"
         )
     text = read_text(file)
-    return _assigned(text, name, file) if name else text
+    return _value_assigned(text, name, file) if name else text
 
 
-def _assigned(source: str, name: str, file: Path) -> str:
+def _value_assigned(source: str, name: str, file: Path) -> str:
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -29,7 +29,7 @@ def guided_by_hand(policy: object) -> bool:
     return not getattr(policy, "guided", guidance_of(policy) is not None)
 
 
-def check_scale(policy: object, scale: float | None) -> None:
+def check_guidance(policy: object, scale: float | None) -> None:
     """UserError for a policy that cannot train with the guidance scale `scale` (None: its own)."""
     if scale is not None and not hasattr(policy, "guidance_scale"):
         kind = type(policy).__name__

@@ -144,19 +144,19 @@ def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
     """The rewards that have a state, by name; UserError if it holds what a checkpoint cannot."""
     found = {name: reward for name, reward in rewards.items() if reward.state is not None}
     for name, reward in found.items():
-        if (fault := _fault(reward.state)) is not None:
+        if (fault := _foreign_type(reward.state)) is not None:
             raise UserError(
                 f"reward '{name}': its state may hold numbers, words, lists, mappings and tensors, not {fault}"
             )
     return found
 
 
-def _fault(value: Any) -> str | None:
+def _foreign_type(value: Any) -> str | None:
     """The type of the first thing in `value` that is neither plain data nor a tensor."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()] if type(value) is dict else object()
     if type(value) in (list, tuple):
-        return next((fault for each in value if (fault := _fault(each)) is not None), None)
+        return next((fault for each in value if (fault := _foreign_type(each)) is not None), None)
     return (
         None
         if value is None or type(value) in (bool, int, float, str, Tensor)
@@ -168,7 +168,7 @@ def states_of(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
     found = {name: reward.state for name, reward in stateful(rewards).items()}
     for name, state in found.items():
-        if differing := world.differing(_digest(state)):
+        if differing := world.differing(_digest_of_states(state)):
             raise Stopped(
                 f"reward '{name}': the state of ranks {differing} is not rank 0's; change it on all alike. Nothing was saved"
             )
@@ -198,7 +198,7 @@ def take_stored(rewards: Mapping[str, Reward], run: Path, notify: Callable[[str]
         )
 
 
-def _digest(value: Any) -> Tensor:
+def _digest_of_states(value: Any) -> Tensor:
     """A digest of the states, as 32 numbers."""
     digest = hashlib.sha256()
 

@@ -28,7 +28,7 @@ from g2rpo.core.types import Algorithm, Policy, Reward, as_rewards
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import WHOLE, Replicated
 from g2rpo.rollout.engine import Noise
-from g2rpo.rollout.guidance import check_scale, guided_by
+from g2rpo.rollout.guidance import check_guidance, guided_by
 from g2rpo.rollout.scoring import compared, weighted_scores
 from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import Evaluation
@@ -223,7 +223,7 @@ class Trainer:
         weights = {name: c.rewards[name].weight for name in self.rewards}
         stateful(every)  # refuses a state that no checkpoint can hold
         refuse(faults_of_gradients(algorithm, self.rewards, weights))
-        check_scale(policy, c.sampling.guidance_scale)
+        check_guidance(policy, c.sampling.guidance_scale)
         self.algorithm, self.algorithm_state = algorithm, algorithm.memory()
         self.reward_weights = torch.tensor([*weights.values()])
         self.run = Run(self.run_dir, self.world, self.notify)

@@ -28,7 +28,7 @@ from g2rpo.lab.demo.model import (
     training_of,
     what_it_is,
 )
-from g2rpo.lab.demo.views import change, drawing_html, run_html, score, trace_html
+from g2rpo.lab.demo.views import change, drawing_html, run_html, trace_html, written_score
 from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.models import load
 from g2rpo.rollout.engine import Engine
@@ -185,9 +185,12 @@ def test_a_drawing_says_what_scores_mean_whether_it_is_right_and_why_it_has_none
 
 def test_changes_are_signed_and_as_exact_as_their_scores(session):
     nan = float("nan")
-    assert [score(0.5), score(73.65), score(2000.0), score(nan)] == [
-        *("0.500", "73.65", "2,000", "no score")
-    ]
+    assert [
+        written_score(0.5),
+        written_score(73.65),
+        written_score(2000.0),
+        written_score(nan),
+    ] == [*("0.500", "73.65", "2,000", "no score")]
     assert [change(0.25, 0.5), change(75.0, 73.65), change(nan, 1.0)] == ["−0.250", "+1.35", ""]
     html = drawing_html(draw(session, PROMPT, control=TWO_STEPS))
     words = " ".join(re.sub(r"<[^>]*>", " ", html).split())

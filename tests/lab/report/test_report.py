@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from g2rpo.config.recipes import settings
+from g2rpo.config.recipes import recipe_settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
 from g2rpo.core.statistics import Interval, figures, in_time, interval, signed
@@ -457,7 +457,7 @@ def test_missing_numbers_are_gaps(copied):
 
 
 def test_the_recipe_and_what_was_changed(tmp_path):
-    data = settings("scenes")
+    data = recipe_settings("scenes")
     data["trainer"]["iterations"] = 7
     data["rewards"]["scene_accuracy"]["weight"] = 2.0
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))

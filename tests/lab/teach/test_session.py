@@ -103,7 +103,7 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
     with begun(tmp_path / "a") as s:
         teach(s, 6).undo()
         teach(s, 1)
-    stored = rounds.read(tmp_path / "a" / "votes.jsonl")
+    stored = rounds.read_votes(tmp_path / "a" / "votes.jsonl")
     assert [vote.kind for vote in stored] == ["vote"] * 6 + ["undo", "vote"]
     with begun(tmp_path / "b") as again:
         again.repeat(stored)
@@ -111,7 +111,7 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
         assert reopened.group.digest == again.group.digest
     for other in (again, reopened):
         assert torch.equal(mean(other.trainer), mean(s.trainer)) and s.trainer.iteration > 0
-    assert rounds.read(tmp_path / "a" / "votes.jsonl") == stored
+    assert rounds.read_votes(tmp_path / "a" / "votes.jsonl") == stored
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_learning_in_the_background_learns_the_same(tmp_path):
         teach(s, 9).undo()
         teach(s, 1).finish()
     with begun(tmp_path / "b") as again:
-        again.repeat(rounds.read(tmp_path / "a" / "votes.jsonl"))
+        again.repeat(rounds.read_votes(tmp_path / "a" / "votes.jsonl"))
         again.finish()
     assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.asked == again.asked == 9
     with begun(tmp_path / "c", background=True) as broken:
@@ -207,7 +207,7 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         for act, said in refused:
             with pytest.raises(UserError, match=said):
                 act(s)
-        assert rounds.read(tmp_path / "votes.jsonl") == []
+        assert rounds.read_votes(tmp_path / "votes.jsonl") == []
 
 
 def test_what_changed_is_first_what_became_right(tmp_path):

@@ -39,7 +39,7 @@ def test_a_session_by_mouse_keyboard_and_phone(tmp_path, browser):
             before = page.evaluate(shown)
             act()
             page.wait_for_function(f"before => ({shown})() !== before", arg=before)
-            return rounds.read(run / "votes.jsonl")[-1]
+            return rounds.read_votes(run / "votes.jsonl")[-1]
 
         def click(place):
             return lambda: page.locator(place).first.click()
@@ -56,7 +56,7 @@ def test_a_session_by_mouse_keyboard_and_phone(tmp_path, browser):
         assert answered(lambda: page.locator("[data-member='1']").dblclick()).liked == (1,)
         assert answered(lambda: [page.keyboard.down("2") for _ in range(3)]).liked == (1,)
         page.keyboard.up("2")
-        assert len(rounds.read(run / "votes.jsonl")) == 5
+        assert len(rounds.read_votes(run / "votes.jsonl")) == 5
         other = page.context.new_page()
         other.goto(page.url)
         other.locator("[data-member='0']").wait_for()

@@ -25,7 +25,7 @@ def text(name: str) -> str:
     return (files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def settings(name: str) -> dict[str, Any]:
+def recipe_settings(name: str) -> dict[str, Any]:
     """A recipe's values, its name among them, as `config.resolve.resolve` takes them."""
     return {"recipe": name, **parse_yaml(text(name))}
 

@@ -25,7 +25,7 @@ from g2rpo.data.testbed.scenes import (
     Object,
     Shape,
     Size,
-    draw,
+    draw_scene,
 )
 
 FOREGROUND = 0.25  # least difference from the ground, in any channel
@@ -40,7 +40,7 @@ _PALETTE: FloatArray = (np.array([RGB[c] for c in COLOURS]) / 255).astype(np.flo
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundObject:
     """One object of a picture. `colour` or `shape` is None if it is unlike all known ones."""
 
     x: float
@@ -54,7 +54,7 @@ class Found:
         return "large" if self.radius >= LARGE_FROM else "small"
 
 
-def detect(image: FloatArray) -> list[Found]:
+def detect(image: FloatArray) -> list[FoundObject]:
     """All objects of an image [3, H, W] with values in [0, 1], in reading order of their topmost
     pixels."""
     pixels = np.moveaxis(image, 0, -1)
@@ -71,7 +71,7 @@ def detect(image: FloatArray) -> list[Found]:
 
 def _describe(
     difference: FloatArray, labels: NDArray[np.int32], k: int, box: tuple, ground: FloatArray
-) -> Found | None:
+) -> FoundObject | None:
     """The object of component `k`, which lies in `box`, or None if it is too small."""
     rows, cols = (slice(max(s.start - 1, 0), s.stop + 1) for s in box)
     inside = labels[rows, cols] == k
@@ -97,7 +97,7 @@ def _describe(
     best = int(error.argmin())
     radius = float(np.sqrt(area / areas[best]))
     shape = names[best] if error[best] <= SHAPE_TOLERANCE else None
-    return Found(cols.start + u + 0.5, rows.start + v + 0.5, radius, colour, shape)
+    return FoundObject(cols.start + u + 0.5, rows.start + v + 0.5, radius, colour, shape)
 
 
 def _patch(cover: FloatArray, u: float, v: float, area: float) -> FloatArray:
@@ -115,7 +115,7 @@ def _templates() -> tuple[list[Shape], FloatArray, FloatArray]:
     patches, areas = [], []
     for shape in SHAPES:
         for radius in (sum(RADII["small"]) / 2, sum(RADII["large"]) / 2):
-            picture = draw(
+            picture = draw_scene(
                 [Object(SIDE / 2, SIDE / 2, radius, "black", shape)], np.random.default_rng(0)
             )
             grey = picture[..., 0].astype(np.float32)

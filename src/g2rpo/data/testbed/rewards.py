@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from g2rpo.core.files import local
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.data.testbed import assets_dir
-from g2rpo.data.testbed.detector import Found, detect
+from g2rpo.data.testbed.detector import FoundObject, detect
 from g2rpo.data.testbed.scenes import SIDE, Group, Relation, Scene, kind, parse
 from g2rpo.data.testbed.words import (
     INKS,
@@ -161,7 +161,7 @@ def text_features(
     return F.normalize(model.text_projection(pooled), dim=-1)
 
 
-_HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
+_HOLDS: dict[Relation, Callable[[FoundObject, FoundObject], bool]] = {
     "left of": lambda a, b: a.x < b.x,
     "right of": lambda a, b: a.x > b.x,
     "above": lambda a, b: a.y < b.y,
@@ -169,7 +169,7 @@ _HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
 }
 
 
-def check_scene(scene: Scene, objects: list[Found]) -> dict[str, float]:
+def check_scene(scene: Scene, objects: list[FoundObject]) -> dict[str, float]:
     """Answers by question; all are 1 exactly when the picture shows the scene and nothing else.
 
     For each group: is there such an object (.5 for the right colour or shape alone), the ratio of
@@ -192,7 +192,7 @@ def check_scene(scene: Scene, objects: list[Found]) -> dict[str, float]:
     return answers
 
 
-def _resemblance(group: Group, others: list[Found]) -> float:
+def _resemblance(group: Group, others: list[FoundObject]) -> float:
     """0.5 if another object has the group's colour or shape, else 0."""
     return 0.5 if any(o.colour == group.colour or o.shape == group.shape for o in others) else 0.0
 

@@ -136,7 +136,7 @@ def outline(shape: Shape) -> list[tuple[float, float]]:
     ]
 
 
-def draw(objects: list[Object], rng: np.random.Generator) -> Picture:
+def draw_scene(objects: list[Object], rng: np.random.Generator) -> Picture:
     """Draws objects, anti-aliased, with a slight shade of the ground and of each group's colour."""
     ground = tuple(int(v) for v in 244 + rng.integers(-5, 6) + rng.integers(-2, 3, size=3))
     image = Image.new("RGB", (SIDE * SUPERSAMPLE, SIDE * SUPERSAMPLE), ground)

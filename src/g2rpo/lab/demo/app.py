@@ -52,7 +52,14 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
         strength = given.pop("strength")
         control, images = control_of(given, model), [picture] if picture else []
         return views.drawing_html(
-            draw(model, prompt, seed=whole(seed), strength=strength, control=control, images=images)
+            draw(
+                model,
+                prompt,
+                seed=whole_number(seed),
+                strength=strength,
+                control=control,
+                images=images,
+            )
         )
 
     shown: dict[str, gr.Component] = {}
@@ -128,7 +135,7 @@ def learn_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.
         group = trace_group(
             model,
             prompt,
-            seed=whole(seed),
+            seed=whole_number(seed),
             plan=plan,
             tuned=side == SIDES[1],
             granularities=grains if offered else None,
@@ -203,7 +210,7 @@ def only_uploads(box: gr.Image) -> None:
     box.preprocess = preprocess
 
 
-def whole(seed: float | None) -> int:
+def whole_number(seed: float | None) -> int:
     """UserError for a seed that is none; Gradio's own check writes a traceback."""
     if seed is None or not (0 <= seed <= MAX_SEED and seed == int(seed)):
         raise UserError(f"the seed should be a whole number from 0 to {MAX_SEED}")

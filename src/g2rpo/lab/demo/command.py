@@ -15,7 +15,7 @@ from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.demo.drawing import draw, trace_group
-from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
+from g2rpo.lab.demo.model import RECIPES, DemoModel, check_demo, open_model, training_of, what_it_is
 from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs
 from g2rpo.lab.report.verdict import summary_of
 from g2rpo.lab.serving import Address, needing_gradio
@@ -42,7 +42,7 @@ def demo(
         weights = weights or Run(run).weights
     if weights is not None:
         check_weights(weights)
-    check(config)
+    check_demo(config)
     where.check()
     with needing_gradio("the demo"):
         from g2rpo.lab.demo import app

@@ -70,7 +70,7 @@ def config_of_model(
     return config.model_copy(update={"rewards": table, "evaluation": judged})
 
 
-def check(config: Config) -> None:
+def check_demo(config: Config) -> None:
     """UserError for what can be known to be wrong before anything is loaded."""
     find_pipeline(config.policy)
     check_rewards_alone({**config.rewards, **config.evaluation.rewards})

@@ -32,7 +32,7 @@ def input_uris(prompt: str) -> list[str]:
     return [data_uri(picture, SMALL_SIDE) for picture in read_inputs(prompt)]
 
 
-def score(value: float, *others: float) -> str:
+def written_score(value: float, *others: float) -> str:
     """A score, with about three figures of the largest of it and `others`."""
     return fixed(float(value), digits(value, *others)) if math.isfinite(value) else "no score"
 
@@ -62,7 +62,7 @@ environment.filters |= {
     "change": change,
     "input_uris": input_uris,
     "large": lambda picture, model: picture_uri(picture, LARGE_SIDE, model.seconds(picture)),
-    "score": score,
+    "score": written_score,
     "signed": signed,
     "small": lambda picture, model: picture_uri(picture, SMALL_SIDE, model.seconds(picture)),
     "way": way,

@@ -69,11 +69,11 @@ def fewest(changes: Sequence[PlanChange], measure: Measure, limit: float) -> lis
 
 def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
     """Changes that need less memory, the mildest first."""
-    yield from (PlanChange(tuple(each), keeps=True) for each in _free(config, ranks))
+    yield from (PlanChange(tuple(each), keeps=True) for each in _costing_time(config, ranks))
     halved = [
         f"{table}.{name}.options.dtype=bfloat16"
         for table in ("rewards", "evaluation.rewards")
-        for name, options in _options(config, table)
+        for name, options in _all_options(config, table)
         if options.get("dtype") == "float32"
     ]
     if halved:
@@ -92,7 +92,7 @@ def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
             yield PlanChange((f"policy.quantize={fewer_bits}",))
 
 
-def _free(config: Config, ranks: int) -> Iterator[Sequence[str]]:
+def _costing_time(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     """Changes that cost time or disk, from the least to the most expensive."""
     if config.prompts.cache == "off":
         yield ["prompts.cache=auto"]
@@ -107,7 +107,7 @@ def _free(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     for table in ("evaluation.rewards", "rewards"):  # held-out rewards are called less often
         if on_device := [
             name
-            for name, options in _options(config, table)
+            for name, options in _all_options(config, table)
             if options.get("device", "cpu") != "cpu"
         ]:
             yield [f"{table}.{name}.options.device=cpu" for name in on_device]
@@ -121,7 +121,7 @@ def _free(config: Config, ranks: int) -> Iterator[Sequence[str]]:
         )
 
 
-def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
+def _all_options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
     """All options of the rewards of one of the config's two tables; the device is the policy's
     unless it is named."""
     entries = config.rewards if table == "rewards" else config.evaluation.rewards

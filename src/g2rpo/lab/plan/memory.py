@@ -136,7 +136,7 @@ def plan_memory(
         each.parameters for each in model.encoders
     )
     # to float32, a block at a time
-    converted = max(_numbers(block) for block in policy.blocks) * 4 if sharded else 0
+    converted = max(_parameters_in(block) for block in policy.blocks) * 4 if sharded else 0
     return PlannedMemory(
         parts={**always, **after},
         working=working,
@@ -172,7 +172,7 @@ def _loaded(config: Config, model: Model) -> int:
     return model.total(size_of)
 
 
-def _numbers(network: nn.Module) -> int:
+def _parameters_in(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
@@ -183,8 +183,11 @@ def _gathered(config: Config, model: Model) -> tuple[int, int]:
     """
     if config.trainer.sharding == "none":
         return 0, 0
-    size, blocks = model.policy.dtype.itemsize, [_numbers(block) for block in model.policy.blocks]
-    everything = model.total(_numbers)
+    size, blocks = (
+        model.policy.dtype.itemsize,
+        [_parameters_in(block) for block in model.policy.blocks],
+    )
+    everything = model.total(_parameters_in)
     inside = sum(times * block for times, block in zip(model.times, blocks, strict=True))
     return size * min(everything, everything - inside + 2 * max(blocks)), size * everything
 

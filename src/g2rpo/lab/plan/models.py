@@ -36,7 +36,7 @@ from g2rpo.rewards.weights import parse_dtype
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderSize:
     """A text encoder: its size, and the most tokens that it takes."""
 
     bytes: int
@@ -52,7 +52,7 @@ class Model:
     blueprint: Blueprint
     policy: DiffusersPolicy
     times: Sequence[int]
-    encoders: Sequence[Encoder]
+    encoders: Sequence[EncoderSize]
 
     @property
     def shapes(self) -> Shapes:
@@ -88,7 +88,7 @@ class KnownModels:
     """Models and calls that several plans need."""
 
     models: dict[str, Model] = field(default_factory=dict)
-    encoders: dict[tuple[str, str], Sequence[Encoder]] = field(default_factory=dict)
+    encoders: dict[tuple[str, str], Sequence[EncoderSize]] = field(default_factory=dict)
     calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Traced calls, by what they depend on."""
 
@@ -100,7 +100,7 @@ class KnownModels:
             self.models[key] = Model(blueprint, policy, times, self._encoders(blueprint, config))
         return self.models[key]
 
-    def _encoders(self, blueprint: Blueprint, config: PolicyConfig) -> Sequence[Encoder]:
+    def _encoders(self, blueprint: Blueprint, config: PolicyConfig) -> Sequence[EncoderSize]:
         key = config.path, config.dtype
         if key not in self.encoders:
             names = [name for name in blueprint.parts if name.startswith("text_encoder")]
@@ -110,11 +110,11 @@ class KnownModels:
         return self.encoders[key]
 
 
-def _encoder(module: Any, config: PolicyConfig) -> Encoder:
+def _encoder(module: Any, config: PolicyConfig) -> EncoderSize:
     module.to(getattr(torch, config.dtype))
     # CLIP's is 77, T5 has none
     longest = getattr(module.config, "max_position_embeddings", math.inf)
-    return Encoder(size_of(module), sum(p.numel() for p in module.parameters()), longest)
+    return EncoderSize(size_of(module), sum(p.numel() for p in module.parameters()), longest)
 
 
 LONGEST_PROMPTS = 32

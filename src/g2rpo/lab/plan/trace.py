@@ -135,7 +135,7 @@ def trace_calls(
     }
     if not known.keys() >= set(keys.values()):
         with shallow_policy(blueprint, config) as (policy, times):
-            shapes, kept = shapes_of(policy, blueprint), list(_tensors(policy))
+            shapes, kept = shapes_of(policy, blueprint), list(_permanent_tensors(policy))
             if like_cuda:
                 for network in (policy.transformer, policy.pipeline.vae):
                     CudaAutocast().apply_to(network)
@@ -319,7 +319,7 @@ def _with_gradient(values: Any) -> Iterator[Tensor]:
     )
 
 
-def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
+def _permanent_tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
     """The policy's permanent tensors: weights, buffers, gradients."""
     for module in (policy.transformer, policy.pipeline.vae):
         for tensor in (*module.parameters(), *module.buffers()):

@@ -245,7 +245,7 @@ def settings(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, lis
     (recipe, *others) = {config.recipe for config in configs}
     if not others and recipe in recipes.names():
         heads = [f"recipe {recipe}", *heads]
-        configs = [resolve(recipes.settings(recipe), source=f"recipe {recipe}"), *configs]
+        configs = [resolve(recipes.recipe_settings(recipe), source=f"recipe {recipe}"), *configs]
     rows: dict[str, list[str]] = {}
     for place, config in enumerate(configs):
         for key, (first, own) in differences(configs[0], config).items():

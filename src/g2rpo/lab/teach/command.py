@@ -96,7 +96,7 @@ def opened(
         config, run_dir = begun.read_config(overrides, notify, mention=False), begun.path
     else:
         config = completed(teach_config(recipe, overrides, notify), notify)
-    repeated = rounds.read(stored) if stored is not None else []
+    repeated = rounds.read_votes(stored) if stored is not None else []
     if where is not None:
         check(config)  # a taken port hides no mistake in the config
         where.check()

@@ -97,14 +97,14 @@ def choice_html(session: Session) -> str:
     return environment.get_template("choice.html").render(
         group=group,
         guide='Press "Finish", or click the best picture and go on.' if usual else guide,
-        pictures=[_shown(session, image) for image in group.images],
+        pictures=[_uri_of(session, image) for image in group.images],
     )
 
 
 def beside_html(session: Session, said: str) -> str:
     """What has changed so far, and what is `said` of the session."""
     changed = [
-        (prompt, *(_shown(session, image.float() / 255) for image in both))
+        (prompt, *(_uri_of(session, image.float() / 255) for image in both))
         for prompt, *both in session.changed()
     ]
     return environment.get_template("beside.html").render(
@@ -129,6 +129,6 @@ def status(session: Session, learning: bool) -> str:
     return f"{counted(answers, 'answer')}. {agrees}{said}"
 
 
-def _shown(session: Session, image: Tensor) -> str:
+def _uri_of(session: Session, image: Tensor) -> str:
     """A picture or a clip within the page."""
     return picture_uri(image, SHOWN_SIDE, seconds_of(session.trainer.policy, len(image)))

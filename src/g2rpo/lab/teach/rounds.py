@@ -40,7 +40,7 @@ Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 
 @dataclass(frozen=True)
-class Group:
+class AskedGroup:
     """Pictures [G, 3, H, W] in [0, 1], or clips, of one prompt, on which a person is asked."""
 
     round: int
@@ -50,7 +50,7 @@ class Group:
     digest: str
 
 
-class Groups:
+class AskedGroups:
     """Draws the groups of a session, each by the weights as they are, from noise of its round."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -58,7 +58,7 @@ class Groups:
         first = PromptOrder(trainer.prompts, self.seed).batch(0, MOST_PROMPTS)
         self.order = PromptOrder(list(dict.fromkeys(first)), self.seed + 1)
 
-    def draw(self, round: int) -> Group:
+    def draw(self, round: int) -> AskedGroup:
         """The group of the candidate prompt whose pictures differ most, by the first `PREVIEWED_PICTURES` of
         each."""
         step = SHOWN_STEPS[round % len(SHOWN_STEPS)]
@@ -69,7 +69,7 @@ class Groups:
         chosen = spreads.index(max(spreads))
         (images,) = self.pictures(round, step, prompts[chosen : chosen + 1], size, first=chosen)
         digest = digest_of_group(prompts[chosen], to_uint8(stills(images)))
-        return Group(round, prompts[chosen], step, images, digest)
+        return AskedGroup(round, prompts[chosen], step, images, digest)
 
     def pictures(
         self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0
@@ -110,7 +110,7 @@ def digest_of_group(prompt: str, pictures: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def read(path: Path) -> list[Vote]:
+def read_votes(path: Path) -> list[Vote]:
     """The lines of a file; UserError for one that is no vote, or takes none back."""
     if not path.is_file():
         raise UserError(
@@ -138,7 +138,7 @@ def write_pairs(run: Run) -> None:
     """Writes the answers of a session as pairs of a liked picture and another one of its group, with
     pictures relative to the run; the reward `pairs` and other trainers read them."""
     lines = []
-    for vote in standing(read(run.votes)):
+    for vote in standing(read_votes(run.votes)):
         others = [member for member in range(vote.members) if member not in vote.liked]
         folder = run.group(vote.round)
         for pair in product(vote.liked, others):

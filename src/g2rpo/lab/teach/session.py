@@ -32,7 +32,7 @@ from g2rpo.core.files import append_line
 from g2rpo.core.plain import checked_as
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.lab.teach import rounds
-from g2rpo.lab.teach.rounds import Group, Groups, Vote
+from g2rpo.lab.teach.rounds import AskedGroup, AskedGroups, Vote
 from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.evaluation.heldout import Evaluation
@@ -125,7 +125,7 @@ class Session:
     notify: Callable[[str], None] = print
     asked: int = 0
     """The round that is asked."""
-    groups: dict[int, Group] = field(default_factory=dict)
+    groups: dict[int, AskedGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         t = self.trainer
@@ -139,7 +139,7 @@ class Session:
         t.evaluator.unlogged = (CLICKS,)  # every answer changes the head
         self.clicks, self.rate = clicks, t.config.optim.learning_rate
         self.learnt = Learnt(t.snapshot())
-        self._drawn = Groups(t)
+        self._drawn = AskedGroups(t)
         self._next = 0  # the round whose answer is acted on next
         # what was so before the last answers
         self._before: deque[Any] = deque(maxlen=REMEMBERED_ANSWERS)
@@ -156,11 +156,11 @@ class Session:
             t.evaluate()
             self._fill()
             t.run.votes.touch()  # by which a session is known, before its first answer too
-            self.repeat(rounds.read(t.run.votes), written=True)
+            self.repeat(rounds.read_votes(t.run.votes), written=True)
             yield
 
     @property
-    def group(self) -> Group:
+    def group(self) -> AskedGroup:
         """The group that is asked; waits until it is sampled."""
         self._wait(lambda: self.asked in self.groups)
         return self.groups[self.asked]
@@ -193,7 +193,7 @@ class Session:
                 raise UserError("there is no answer that could be taken back")
             return self._take(self.group, "undo", [])
 
-    def _take(self, group: Group, kind: str, liked: Sequence[int]) -> Vote:
+    def _take(self, group: AskedGroup, kind: str, liked: Sequence[int]) -> Vote:
         said = {
             "kind": kind, "liked": tuple(liked), "round": group.round, "prompt": str(group.prompt),
             "step": group.step, "digest": group.digest, "members": len(group.images),
@@ -292,7 +292,7 @@ class Session:
                 self.groups[round] = self._drawn.draw(round)
         self.groups = {round: group for round, group in self.groups.items() if round >= self._next}
 
-    def _learn(self, group: Group, liked: tuple[int, ...]) -> None:
+    def _learn(self, group: AskedGroup, liked: tuple[int, ...]) -> None:
         """Fits the head to one answer more, and trains on it if it counts."""
         learnt, t = self.learnt, self.trainer
         features = features_of(

@@ -179,7 +179,7 @@ def _canvas(
     rows: Sequence[PictureRow], prompts: Sequence[str], note: str
 ) -> tuple[Image.Image, list[list[tuple[int, int]]], tuple[int, int]]:
     """A grid, the corners of its pictures by row, and their size."""
-    width, height = _cell(rows[0].images)
+    width, height = _cell_size(rows[0].images)
     inputs = [beside(prompt, width, height) for prompt in prompts]
     labelled = any(inputs) or any(row.label for row in rows)
     left, gap = (64 if labelled else 8), 8
@@ -269,7 +269,7 @@ def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int,
         y += LINE
 
 
-def _cell(images: Tensor) -> tuple[int, int]:
+def _cell_size(images: Tensor) -> tuple[int, int]:
     """Width and height of the pictures in a grid."""
     width = min(max(CELL, images.shape[-1]), 2 * CELL)
     return width, round(width * images.shape[-2] / images.shape[-1])

@@ -95,11 +95,11 @@ def read_rows(path: Path, kind: type[Scored] = Scored, again: str = PUT_BACK) ->
     """A table whose rows are of this kind; UserError, which ends with `again`, if it is absent or
     damaged."""
     rows = read_lines_as(kind, path, again)
-    refuse(f"{path}{fault}; {again}" for fault in _faults_of(rows))
+    refuse(f"{path}{fault}; {again}" for fault in _faults_of_table(rows))
     return [row.model_dump(exclude_unset=True) for row in rows]
 
 
-def _faults_of(rows: Sequence[Scored]) -> Iterator[str]:
+def _faults_of_table(rows: Sequence[Scored]) -> Iterator[str]:
     if not rows:
         yield ": has no whole row"
     held = [(row.scores.keys(), "right" in row.model_fields_set) for row in rows]

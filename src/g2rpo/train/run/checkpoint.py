@@ -23,7 +23,7 @@ from torch import Tensor
 from g2rpo import __version__
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import Stopped, UserError, out_of_memory, placed, refuse
-from g2rpo.core.files import is_other, remove, remove_unfinished, whole, writing
+from g2rpo.core.files import is_other, iteration_name, remove, remove_unfinished, whole, writing
 from g2rpo.core.plain import parse_as, read_text
 from g2rpo.models.sharding import Pieces
 
@@ -66,7 +66,7 @@ def save_checkpoint(
     `Stopped`, on every rank, if a file cannot be written: nothing is left of this checkpoint, and
     earlier ones are unchanged.
     """
-    final, unfinished, wrong, digests = root / _name(iteration), "", "", {}
+    final, unfinished, wrong, digests = root / iteration_name(iteration), "", "", {}
     with ExitStack() as stack:
         try:
             if world.is_main:
@@ -136,7 +136,9 @@ def checkpoints(root: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     found = root.glob("iteration_*") if root.is_dir() else []
     named = [path for path in found if re.fullmatch(r"iteration_[0-9]{6,}", path.name)]
-    own = (path for path in named if path.name == _name(_iteration(path)) and path.is_dir())
+    own = (
+        path for path in named if path.name == iteration_name(_iteration(path)) and path.is_dir()
+    )
     return sorted(own, key=_iteration)
 
 
@@ -238,14 +240,14 @@ def _verified(path: Path) -> tuple[int, list[str]]:
     before = f"checkpoint {path}: its {MANIFEST} is missing or damaged ("
     with placed(before, kind=BrokenCheckpoint, after=")"):
         manifest = parse_as(_Manifest, read_text(path / MANIFEST))
-    faults = (f"checkpoint {path}: {fault}" for fault in _faults_of(path, manifest))
+    faults = (f"checkpoint {path}: {fault}" for fault in _faults_of_checkpoint(path, manifest))
     refuse(faults, BrokenCheckpoint)
     return manifest.iteration, list(manifest.files)
 
 
-def _faults_of(path: Path, manifest: _Manifest) -> Iterator[str]:
+def _faults_of_checkpoint(path: Path, manifest: _Manifest) -> Iterator[str]:
     kinds = {name.split(".")[0] for name in manifest.files}
-    if path.name != _name(manifest.iteration) or not {"state", "weights"} <= kinds:
+    if path.name != iteration_name(manifest.iteration) or not {"state", "weights"} <= kinds:
         yield f"its {MANIFEST} is missing or damaged (it is another checkpoint's)"
     for name, digest in manifest.files.items():
         file = path / name
@@ -266,10 +268,6 @@ def _is_intact(path: Path) -> bool:
     except BrokenCheckpoint:
         return False
     return True
-
-
-def _name(iteration: int) -> str:
-    return f"iteration_{iteration:06d}"
 
 
 def _iteration(path: Path) -> int:

@@ -253,7 +253,7 @@ class Run(RunFiles):
     def read_results(self) -> RunResults | None:
         """Base against tuned; None until the run has finished once. UserError if they are
         damaged."""
-        return _stored(RunResults, self.results)
+        return _read_if_there(RunResults, self.results)
 
     def finished_at(self) -> int | None:
         """The iteration of the weights that the results and the model card describe; None if there
@@ -269,7 +269,7 @@ class Run(RunFiles):
 
     def read_plan(self) -> PlannedAndMeasured | None:
         """The plan beside what was measured; None without one."""
-        return _stored(PlannedAndMeasured, self.plan, "delete it")
+        return _read_if_there(PlannedAndMeasured, self.plan, "delete it")
 
     # --- writing
 
@@ -463,6 +463,6 @@ def check_weights(path: Path) -> None:
         )
 
 
-def _stored(kind: type[T], path: Path, hint: str = "") -> T | None:
+def _read_if_there(kind: type[T], path: Path, hint: str = "") -> T | None:
     """A file of JSON; None if there is none."""
     return read_as(kind, path, hint) if path.is_file() else None

@@ -152,11 +152,11 @@ class LogRow(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> LogRow:
-        refuse(_faults_of(self.__pydantic_extra__), ValueError)
+        refuse(_faults_of_numbers(self.__pydantic_extra__), ValueError)
         return self
 
 
-def _faults_of(numbers: Mapping[str, float | None]) -> Iterator[str]:
+def _faults_of_numbers(numbers: Mapping[str, float | None]) -> Iterator[str]:
     """Of numbers that are counts, or that are read together."""
     for name, value in numbers.items():
         if name.startswith("scored/") and not (isinstance(value, int) and value >= 0):
