@@ -25,15 +25,16 @@ from benchmarks.second_reader import available, read_words
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json
+from g2rpo.core.statistics import RIGHT
 from g2rpo.data.prompts import build_prompts
 from g2rpo.data.testbed import words
 from g2rpo.lab.evaluate import evaluate, run_settings
+from g2rpo.lab.untrained import Controls, against_controls, in_figures, in_words
 from g2rpo.models.load import build_policy
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.train.evaluation.controls import DRAWS, Control
+from g2rpo.train.evaluation.heldout import right_of, scores_of
 from g2rpo.train.evaluation.sampler import sampler_of
-from g2rpo.train.evaluation.untrained import RIGHT, Controls, against_controls, in_figures, in_words
-from g2rpo.train.monitor.scores import right_of, scores_of
 from g2rpo.train.run.folder import Run
 
 CONTROLS = [
@@ -129,8 +130,12 @@ def main() -> None:
         summary[f"{name}, away from the fault"] = over_runs(one["evaluations"], 0, means)
     for name, of in summary.items():
         print(name, *(f"    {key:18} {value}" for key, value in of.items()), sep="\n")
-    all_runs, names = list(found.values()), [RIGHT, "ocr_exact"]
-    said = [*in_words(all_runs, names), *in_figures(all_runs, names)]
+    names = [RIGHT, "ocr_exact"]
+    said = [
+        f"{run}: {line}"
+        for run, one in found.items()
+        for line in (*in_words(one, names), *in_figures(one, names))
+    ]
     print(*said, sep="\n")
     runs = {
         run: {"controls": one.model_dump(), "away_from_the_fault": away[run]}

@@ -29,13 +29,13 @@ from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
 from g2rpo.cli.output import Output
 from g2rpo.core.images import to_tensor
-from g2rpo.core.statistics import in_proportion, interval
+from g2rpo.core.statistics import RIGHT, in_proportion, interval
 from g2rpo.data.testbed.rewards import letters_of
 from g2rpo.data.testbed.words import parse_word
 from g2rpo.lab.evaluate import evaluate, run_settings
+from g2rpo.lab.untrained import Controls
 from g2rpo.train.command import train
 from g2rpo.train.evaluation.controls import Control, default_controls
-from g2rpo.train.evaluation.untrained import RIGHT, Controls
 from g2rpo.train.run.folder import Run
 
 SHOWN, COLUMNS = 24, 4  # words in the picture

@@ -66,7 +66,7 @@ DROPPED, AVERAGE = (
     "tests/algorithms/test_dropped_members.py",
     "tests/training/test_moving_average.py",
 )
-SCORES = "tests/monitor/test_scores.py"
+SCORES = "tests/evaluation/test_scores.py"
 CHECKPOINT, ALARMS = "tests/run/test_checkpoint.py", "tests/monitor/test_alarms.py"
 QUANTIZED, STATISTICS = (
     "tests/policies/test_quantized.py",
@@ -94,7 +94,7 @@ MUTATIONS = [
         TRAINER,
     ),
     Mutation(
-        "train/monitor/scores.py",
+        "train/evaluation/heldout.py",
         "for row in rows]) for name",
         "for row in rows[::-1]]) for name",
         SCORES,
@@ -463,7 +463,10 @@ MUTATIONS = [
         ALARMS,
     ),
     Mutation(
-        "core/statistics.py", "stdtr(self.count - 1, self", "stdtr(self.count - 1, -self", ALARMS
+        "core/statistics.py",
+        "stdtr(self.count - 1, change",
+        "stdtr(self.count - 1, -change",
+        ALARMS,
     ),
     Mutation("train/monitor/alarms.py", "crowd(count) - 0.5", "crowd(count) + 0.5", ALARMS),
     Mutation("models/quantized.py", "/ 127.5)", "/ 255)", QUANTIZED),

@@ -13,10 +13,10 @@ from g2rpo.core import statistics
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import interval
 from g2rpo.lab.evaluate import with_controls
+from g2rpo.lab.judging import EvaluationDirectory, Judging, JudgingConfig, scores_where
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.evaluation.controls import Control
 from g2rpo.train.evaluation.sampler import Sampler
-from g2rpo.train.evaluation.sweep import Judging, JudgingConfig, scores_where
 from tests.support.adapters import random_adapter, write
 from tests.support.commands import done, ended, own_reward, refused, small_files
 from tests.support.runs import brightness, darkness
@@ -38,7 +38,8 @@ PLAIN = {
 
 
 def judging(directory, **options):
-    return Judging(JudgingConfig.model_validate({**PLAIN, **options}), PROMPTS, directory)
+    config = JudgingConfig.model_validate({**PLAIN, **options})
+    return Judging(prompts=PROMPTS, config=config, files=EvaluationDirectory(directory))
 
 
 def run(judged, chunks=None, rewards=None):
@@ -152,7 +153,7 @@ def test_the_best_of_several_is_the_first_of_the_best(tmp_path):
         for draw in range(3)
     )
     chosen = torch.stack([base, *more]).amax(0)
-    found = scores_where(list(judged.rows("control")))["bright"].float()
+    found = scores_where(judged.rows(side="control"))["bright"].float()
     torch.testing.assert_close(found, chosen, **ROUNDED)
     assert (chosen > base).any()
 
@@ -165,7 +166,7 @@ def test_the_draws_of_the_controls_begin_from_noises_of_their_own(tmp_path):
     policy = run(judged)
     assert not policy.mean.any()
     assert "tuned" not in json.loads(judged.write_results().read_text())["results"][0]
-    sampler, rows = judged.config.sampler(policy, 2), list(judged.rows())
+    sampler, rows = judged.config.sampler(policy, 2), judged.rows()
     for draw in (1, 2, 3):
         own = sampler.evaluate(PROMPTS, {"bright": brightness}, control=Control(draw=draw))
         found = scores_where(rows, control=f"draw {draw}")["bright"].float()

@@ -10,6 +10,7 @@ from scipy.stats import linregress, t, ttest_1samp
 
 from g2rpo.core.statistics import (
     FEWEST_VALUES,
+    Comparison,
     group_std,
     in_proportion,
     interval,
@@ -84,7 +85,9 @@ def test_few_values_give_no_interval(few, mean, count):
 
 def test_an_interval_is_shown_where_there_is_one():
     shown = f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}"
-    assert shown == ("2.000", "+0.500 [+0.500, +0.500]")
+    assert shown == ("2.000", "+0.500 ± 0.000")
+    assert f"{interval([0.5] * 8).within(0.5, 0.6):+}" == "+0.500 ± 0.000"
+    assert f"{interval([0.0, 1.0] * 4).within(0.0, 0.6)}" == "0.500 [0.053, 0.600]"
 
 
 def test_a_rise_is_that_of_the_least_squares_line_with_its_interval():
@@ -153,11 +156,13 @@ def test_a_paired_comparison_is_of_the_prompts_that_both_have_in_float64():
     assert found.error == pytest.approx((tuned - base).std(ddof=1) / math.sqrt(62), rel=1e-12)
     assert (found.base, found.tuned) == pytest.approx((base.mean(), tuned.mean()), rel=1e-14)
     width = interval(tuned - base)
-    assert found.margin == pytest.approx((width.high - width.low) / 2, rel=1e-9)
+    assert found.change == width
+    stored = Comparison(**found.stored).change  # what is read from results.json
+    assert (stored.low, stored.high) == pytest.approx((width.low, width.high), rel=1e-9)
 
 
 def test_too_few_values_have_no_interval_and_no_fall():
     for count in (0, 1, FEWEST_VALUES - 1):
         found = paired(torch.ones(count), torch.zeros(count))
-        assert math.isnan(found.margin) and found.within == ""
+        assert math.isnan(found.change.low) and "±" not in found.cells[2]
         assert (found.chance_of_fall, found.count) == (1, count)

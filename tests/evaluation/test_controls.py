@@ -10,13 +10,14 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
 from g2rpo.core.noise import generator_for
+from g2rpo.core.statistics import RIGHT
+from g2rpo.lab.untrained import against_controls, in_figures, in_words
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.models.load import build_policy
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rollout.guidance import guided_by_hand
 from g2rpo.train.evaluation.controls import DRAWS, TUNED, Control, default_controls
 from g2rpo.train.evaluation.sampler import Sampler
-from g2rpo.train.evaluation.untrained import RIGHT, against_controls, in_figures, in_words
 from tests.support.runs import brightness
 from tests.support.tolerances import rounding
 
@@ -221,13 +222,13 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
     lead = found.best["reward"].leads["reward"]
     assert (lead.mean, lead.count) == (0.5, 2)
     assert found.best_of["reward"].leads["reward"].mean == 0.0
-    (said,) = in_words([found], [RIGHT])
+    (said,) = in_words(found, [RIGHT])
     assert said.replace("\N{NO-BREAK SPACE}", " ") == (
         "On 2 of these prompts 100 % are right after training, without it 50 % with the best sampler settings "
         "(steps 20; too few prompts to tell: +50 points) and 100 % as the best of 2 pictures (too few prompts to "
         "tell: +0 points)."
     )
-    figures = " ".join(in_figures([found], [RIGHT]))
+    figures = " ".join(in_figures(found, [RIGHT]))
     for part in (
         "Steps 20: 20 network evaluations a picture instead of 10.",
         "20 network evaluations and 2 readings of the trained rewards a picture instead of 10.",
@@ -245,7 +246,7 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
 def test_controls_on_few_prompts_have_the_interval_of_the_lead(right, told):
     """By hand, of 1 in 9: 1 / 9 ± 2.306 / 9, and no less than none."""
     found = compared([0.0] * 9, [1.0] * right + [0.0] * (9 - right), {Control(steps=20): [0.0] * 9})
-    assert f"(steps 20; {told}" in in_words([found], [RIGHT])[0]
+    assert f"(steps 20; {told}" in in_words(found, [RIGHT])[0]
 
 
 @pytest.mark.parametrize(("reached", "clear"), [([1.0, 1.0], True), ([2.5, -0.5], False)])
@@ -254,4 +255,4 @@ def test_that_the_tuned_model_is_better_with_less_noise_is_said_where_it_is_clea
     controls = {Control(steps=20): [0.0] * 10}
     found = compared([0.0] * 10, [0.5] * 10, controls, tuned_control=with_less)
     said = f"Sampled with {TUNED} the tuned model reaches 1.000 in reward."
-    assert (said in in_figures([found], ["reward"])) == clear
+    assert (said in in_figures(found, ["reward"])) == clear

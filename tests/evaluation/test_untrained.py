@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from g2rpo.train.evaluation.untrained import expected_of_best, utility
+from g2rpo.lab.untrained import expected_of_best
+from g2rpo.train.evaluation.sampler import utility
 from tests.support.tolerances import rounding
 
 BY = torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0], [1.0, 1.0, 0.0, 1.0, 0.0]]).double()

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from g2rpo.core.images import to_uint8
-from g2rpo.lab.evaluate import _save_grid
 from g2rpo.train.monitor.image_statistics import image_statistics
 from g2rpo.train.monitor.pictures import (
     CLIP_FRAMES,
@@ -85,7 +84,7 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
     first = tmp_path / rows[0]["clip"]
     assert rows[0]["clip"] == rows[0]["picture"].replace(".png", ".webp") and len(rows) == 7
     assert read_webp(first)[1][0] % 50 == 0 and read_clip(first)[1] == 1.5  # 30 frames
-    _save_grid(judged, 2)
+    judged.save_grid(2)
     durations = read_webp(tmp_path / "grid_steps_002.webp")[1]
     assert 9 < len(durations) <= CLIP_FRAMES
     assert sum(durations) == pytest.approx(1500, abs=CLIP_FRAMES)

@@ -28,7 +28,7 @@ from g2rpo.core.errors import Stopped, UserError, refuse
 from g2rpo.core.files import append_line, digest_of
 from g2rpo.core.plain import as_json, is_text
 from g2rpo.data.sources import read_prompts
-from g2rpo.lab.compare.results import read_run
+from g2rpo.lab.compare.results import read_cell
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.teach import rounds
@@ -356,7 +356,7 @@ def whole_run(tmp_path_factory):
 def read_all(folder):
     """Whatever is read of a run by `report`, `compare`, `resume` and a model card."""
     write_page(read_runs([folder]), folder / "page.html")
-    read_run(Run(folder))
+    read_cell([folder])
     Run(folder).finished_at()
     Run(folder).check_contents({"prompts": "0"}, accept=True)
     rounds.read_votes(folder / "votes.jsonl")

@@ -24,10 +24,10 @@ from g2rpo.config.read import load_config
 from g2rpo.config.resolve import parse_options, resolve_as
 from g2rpo.lab import evaluate
 from g2rpo.lab.compare import study as compare_arguments
+from g2rpo.lab.judging import JudgingConfig
 from g2rpo.lab.plan.plan import find_target
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rewards.options import RewardConfig
-from g2rpo.train.evaluation.sweep import JudgingConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -11,8 +11,8 @@ from g2rpo.core.types import Reward
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train import evaluator
 from g2rpo.train.command import compare_all
+from g2rpo.train.evaluation.heldout import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.train.monitor.alarms import Alarms, alike
-from g2rpo.train.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.train.run.folder import Run
 from tests.support.runs import brightness, darkness, finished, log, trainer
 

@@ -241,9 +241,8 @@ def report(
     ] = None,
 ) -> None:
     """Tell whether runs work or worked, and write one HTML page that needs nothing else."""
-    from g2rpo.lab.report.history import read_runs
+    from g2rpo.lab.report.history import read_runs, summary_of
     from g2rpo.lab.report.page import state, write_page
-    from g2rpo.lab.report.verdict import summary_of
 
     if not runs:
         newest = options.run_or_newest(None, None)

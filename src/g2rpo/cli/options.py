@@ -84,7 +84,7 @@ class WithSameSettings(WithSettings):
     options_alone = False
 
     def settings(self) -> Any:
-        from g2rpo.train.evaluation.sweep import JudgingConfig
+        from g2rpo.lab.judging import JudgingConfig
 
         return JudgingConfig
 

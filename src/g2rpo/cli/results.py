@@ -19,10 +19,9 @@ from g2rpo.core.events import Results
 from g2rpo.core.statistics import Comparison, Interval, figures
 from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.study import StudyDirectory
-from g2rpo.lab.report.history import read_runs
-from g2rpo.lab.report.verdict import summary_of
-from g2rpo.train.evaluation.sweep import EvaluationDirectory, Judging
-from g2rpo.train.evaluation.untrained import in_figures, in_words, told
+from g2rpo.lab.judging import Judging
+from g2rpo.lab.report.history import read_runs, summary_of
+from g2rpo.lab.untrained import in_figures, in_words, told
 from g2rpo.train.monitor.pictures import clip_of
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.lock import fresh_directory
@@ -84,16 +83,8 @@ def run_table(
     out = Table(title=f"{counted(prompts, 'held-out prompt')}, same noise; ± 95 % interval")
     add_columns(out, width, "reward", list(table), ["base", "tuned", "change", ""])
     for name, row in table.items():
-        change = row.change
-        colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
         use = "trained on" if name in trained else "judged only"
-        out.add_row(
-            name,
-            f"{row.base:.3f}",
-            f"{row.tuned:.3f}",
-            f"[{colour}]{change:+.3f}{row.within}[/]",
-            use,
-        )
+        out.add_row(name, *row.cells[:2], _coloured(row.change), use)
     return out
 
 
@@ -104,10 +95,10 @@ def show_evaluation(judging: Judging, console: Console) -> None:
         console.print(controls_table(judging, console.width))
         found = judging.controls()
         if len(judging.sides) > 1:
-            names = told(found, judging.chosen_by)
-            for line in (*in_words([found], names), *in_figures([found], names)):
+            names = told(found, list(judging.weights))
+            for line in (*in_words(found, names), *in_figures(found, names)):
                 say(console, line)
-    files = EvaluationDirectory(judging.directory)
+    files = judging.files
     for what, file in (
         ("numbers", files.results),
         ("pictures", files.pictures),
@@ -158,7 +149,7 @@ def controls_table(judging: Judging, width: int) -> Table:
 
 
 def _coloured(change: Interval) -> str:
-    colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
+    colour = {1: "green", -1: "red", 0: "white"}[change.sign]
     return f"[{colour}]{escape(f'{change:+}')}[/]"
 
 

@@ -327,7 +327,7 @@ class RunFiles:
     exports = Inside("export")
 
     def scores(self, iteration: int) -> Path:
-        """The table of held-out scores after an iteration (`train.monitor.scores`)."""
+        """The table of held-out scores after an iteration (`train.evaluation.heldout`)."""
         return self.path / "scores" / f"{iteration_name(iteration)}.jsonl"
 
     def pictures(self, iteration: int) -> Path:

@@ -1,20 +1,32 @@
-"""Statistics: intervals of means, samples in proportion, spread and rank correlation within groups;
-and how numbers and times are written."""
+"""Base against tuned: the mean change of paired values, its 95 % interval and its words. Samples in
+proportion, spread and rank correlation within groups; and how numbers and times are written."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from scipy.special import stdtr
+from pydantic import Field
+from scipy.special import stdtr, stdtrit
 from torch import Tensor
 
 from g2rpo.core.plain import Figure
+
+Z = 1.96
+"""Standard errors to either side of a 95 % interval of a normal distribution."""
+FEWEST_VALUES = 8
+"""The fewest values for which a mean has an interval."""
+SMALL_EFFECT = 0.2
+"""A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small
+effect)."""
+RIGHT = "right pictures"
+"""A name beside those of rewards: the share of right pictures."""
 
 
 @dataclass(frozen=True)
@@ -30,40 +42,74 @@ class Interval:
         """The same with ends that the mean can have."""
         return Interval(self.mean, max(self.low, low), min(self.high, high), self.count)
 
+    @property
+    def sign(self) -> int:
+        """1 or -1 if all of it is above or below 0, else 0."""
+        return (self.low > 0) - (self.high < 0)
+
     def __format__(self, sign: str) -> str:
-        """MEAN [LOW, HIGH]; MEAN alone where there are too few values. `sign` "+" is for
-        changes."""
+        """MEAN ± HALF, or MEAN [LOW, HIGH] if its halves differ; MEAN alone where there are too few
+        values. `sign` "+" is for changes."""
         mean, low, high = (f"{value:{sign}.3f}" for value in (self.mean, self.low, self.high))
-        return f"{mean} [{low}, {high}]" if np.isfinite(self.low) else mean
+        below, above = self.mean - self.low, self.high - self.mean
+        if math.isclose(below, above, rel_tol=1e-6, abs_tol=1e-9):
+            return f"{mean} ± {above:.3f}"
+        return f"{mean} [{low}, {high}]" if math.isfinite(self.low) else mean
+
+    def in_words(self, share: bool, digits: int = 3) -> str:
+        """A change: +0.52, +0.47 to +0.57, or of a share in percent: +52 points, +47 to +57."""
+        scale, digits, unit = (100, 0, " points") if share else (1, digits, "")
+        mean, low, high = (signed(scale * end, digits) for end in (self.mean, self.low, self.high))
+        return f"{mean}{unit}, {low} to {high}" if math.isfinite(self.low) else f"{mean}{unit}"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Base against tuned: means over the same prompts from the same noise, and what is known of
-    their difference."""
+    their difference. results.json has the first five."""
 
-    base: float
-    tuned: float
-    error: float
+    base: Figure
+    tuned: Figure
+    error: Figure
     """Standard error of the mean paired difference; NaN for fewer than two prompts."""
-    count: int
+    count: Annotated[int, Field(ge=0)] = 0
     """Prompts that both have a value for."""
-    spread: float = math.nan
+    spread: Figure = math.nan
     """Standard deviation of the base's values over these prompts."""
+    share: bool = False
+    """Whether the values are 1 and 0, as of right pictures."""
+    seeds: int = 1
+    measured: Interval | None = field(default=None, repr=False)
+    """The change; None: Student's t interval of `error`."""
 
     @property
-    def change(self) -> float:
-        return self.tuned - self.base
+    def change(self) -> Interval:
+        """The mean difference, with its 95 % interval."""
+        if self.measured is not None:
+            return self.measured
+        mean, half = self.tuned - self.base, half_width(self.error, self.count)
+        return Interval(mean, mean - half, mean + half, self.count)
 
     @property
-    def margin(self) -> float:
-        """Half of the change's 95 % interval; NaN where there are too few prompts."""
-        return half_width(self.error, self.count)
+    def effect(self) -> Interval:
+        """The change in units of `spread`; NaN where that is not known or 0."""
+        one, unit = self.change, self.spread or math.nan
+        return Interval(one.mean / unit, one.low / unit, one.high / unit, one.count)
 
     @property
-    def within(self) -> str:
-        """ " ± MARGIN"; "" where there is none."""
-        return f" ± {self.margin:.3f}" if math.isfinite(self.margin) else ""
+    def verdict(self) -> str:
+        """ "higher", "lower" or no clear change, by the interval; "slightly" if it is clear and
+        small."""
+        if not self.count:
+            return "no scores"
+        if self.count < FEWEST_VALUES:
+            return "too few prompts"
+        if not math.isfinite(self.change.low):
+            return "unknown"
+        if not self.change.sign:
+            return "no clear change"
+        way = "higher" if self.change.sign > 0 else "lower"
+        return f"slightly {way}" if abs(self.effect.mean) < SMALL_EFFECT else way
 
     @property
     def chance_of_fall(self) -> float:
@@ -72,21 +118,87 @@ class Comparison:
         undefined; a fall then has the sign test's 2^-N."""
         if self.count < FEWEST_VALUES:
             return 1.0
+        change = self.tuned - self.base
         if self.error == 0:
-            return 0.5**self.count if self.change < 0 else 1.0
-        return float(stdtr(self.count - 1, self.change / self.error))
+            return 0.5**self.count if change < 0 else 1.0
+        return float(stdtr(self.count - 1, change / self.error))
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What results.json has of it."""
+        names = ("base", "tuned", "error", "count", "spread")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def digits(self) -> int:
+        """Decimals that leave two significant figures of the change's standard error."""
+        return decimals_of((self.change.high - self.change.low) / (2 * Z))
+
+    def effect_in_words(self, unit: str = "s.d.") -> str:
+        """The effect with its interval; "" where it is not known."""
+        one = self.effect
+        if math.isnan(one.mean):
+            return ""
+        few = self.count < FEWEST_VALUES
+        ends = "" if few else f" ({signed(one.low, 2)} to {signed(one.high, 2)})"
+        return f"{signed(one.mean, 2)} {unit}{ends}"
+
+    def sentence(self, name: str) -> str:
+        """The end of a sentence: whether the score `name` changed, and how much in standard
+        deviations, which say more than its own units; of a share the points."""
+        judged, few = self.verdict, ""
+        if judged == "too few prompts":
+            scored = f"{self.count} prompt{'s' * (self.count != 1)} with scores"
+            few = f", only {scored}; {FEWEST_VALUES} are needed to say more"
+        if self.share:
+            base = f"before training {percent(self.base)}"
+            over = f" over {self.seeds} seeds" if self.seeds > 1 else ""
+            doubt = ", no clear change" if judged == "no clear change" else ""
+            return base + (few or f" ({self.change.in_words(share=True)}{over}){doubt}")
+        if not self.count:
+            return f"{name} gave no scores"
+        how = "slightly" if judged.startswith("slightly") else ""
+        moved = {"higher": "rose", "lower": "fell"}.get(judged.split()[-1])
+        said = f"{moved} {how}".strip() if moved else "did not clearly change"
+        values = f"from {fixed(self.base, self.digits)} to {fixed(self.tuned, self.digits)}"
+        return f"{name} {said}, {self.effect_in_words('standard deviations') or values}{few}"
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Base, tuned and their change, for tables: "0.410", "0.930", "+0.520 ± 0.050"."""
+        return f"{self.base:.3f}", f"{self.tuned:.3f}", f"{self.change:+}"
+
+    def __str__(self) -> str:
+        """0.410 → 0.930 (+0.520 ± 0.050); 41 % → 93 % of a share."""
+        base, tuned, change = self.cells
+        if self.share:
+            return f"{percent(self.base)} → {percent(self.tuned)}"
+        return f"{base} → {tuned} ({change})"
 
 
-def paired(before: ArrayLike | Tensor, after: ArrayLike | Tensor) -> Comparison:
-    """Values [N] against others of the same prompts, in float64; only prompts that have both
-    count."""
-    base, tuned = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
-    both = ~(base.isnan() | tuned.isnan())
+def paired(
+    before: ArrayLike | Tensor, after: ArrayLike | Tensor, *, share: bool = False
+) -> Comparison:
+    """Values [N] of prompts, or [S, N] of training seeds by prompts, against others of the same; in
+    float64; only those that have both count. The interval is that of `interval`, of a `share` no
+    wider than it can be."""
+    wide = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
+    base, tuned = torch.broadcast_tensors(*wide)
+    if base.ndim == 2 and len(base) == 1:
+        base, tuned = base[0], tuned[0]
+    change, both = interval(tuned - base), ~(base.isnan() | tuned.isnan())
+    means = float(base[both].mean()), float(tuned[both].mean())
+    if share:
+        change = change.within(0.0 - means[0], 1 - means[0])
+    if base.ndim == 2:  # their values are not independent
+        spread = float(group_std(base.where(both, torch.nan)).nanmean())
+        count = int(both.any(0).sum())
+        return Comparison(*means, math.nan, count, spread, share, len(base), change)
     base, tuned = base[both], tuned[both]
     several = len(base) > 1
     error = float((tuned - base).std()) / math.sqrt(len(base)) if several else math.nan
     spread = float(base.std()) if several else math.nan
-    return Comparison(float(base.mean()), float(tuned.mean()), error, len(base), spread)
+    return Comparison(*means, error, len(base), spread, share, 1, change)
 
 
 def interval(
@@ -126,6 +238,28 @@ def interval(
         (totals / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2]
     )
     return Interval(mean, float(low), float(high), count)
+
+
+def half_width(error: float, count: int, level: float = 0.95) -> float:
+    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer
+    than `FEWEST_VALUES`."""
+    return (
+        float(stdtrit(count - 1, (1 + level) / 2)) * error if count >= FEWEST_VALUES else math.nan
+    )
+
+
+def rise(values: Sequence[float]) -> tuple[float, float]:
+    """The rise of the least squares line from the first of `values` to the last, and half of its 95 %
+    t interval, NaN for fewer than nine values. Exact for independent normal noise around a line."""
+    count = len(values)
+    if count < 3:
+        return math.nan, math.nan
+    middle, mean = (count - 1) / 2, sum(values) / count
+    spread = sum((x - middle) ** 2 for x in range(count))
+    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
+    rest = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
+    error = math.sqrt(rest / (count - 2) / spread) * (count - 1)
+    return slope * (count - 1), half_width(error, count - 1)
 
 
 def in_proportion(outcomes: Sequence[Hashable], count: int) -> list[int]:
@@ -179,38 +313,6 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
     return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
 
 
-Z = 1.96
-"""Standard errors to either side of a 95 % interval of a normal distribution."""
-FEWEST_VALUES = 8
-"""The fewest values for which a mean has an interval."""
-
-
-def half_width(error: float, count: int, level: float = 0.95) -> float:
-    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer
-    than `FEWEST_VALUES`."""
-    from scipy.special import stdtrit
-
-    return (
-        float(stdtrit(count - 1, (1 + level) / 2)) * error
-        if count >= FEWEST_VALUES
-        else float("nan")
-    )
-
-
-def rise(values: Sequence[float]) -> tuple[float, float]:
-    """The rise of the least squares line from the first of `values` to the last, and half of its 95 %
-    t interval, NaN for fewer than nine values. Exact for independent normal noise around a line."""
-    count = len(values)
-    if count < 3:
-        return math.nan, math.nan
-    middle, mean = (count - 1) / 2, sum(values) / count
-    spread = sum((x - middle) ** 2 for x in range(count))
-    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
-    rest = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
-    error = math.sqrt(rest / (count - 2) / spread) * (count - 1)
-    return slope * (count - 1), half_width(error, count - 1)
-
-
 def or_nan(value: float | None) -> float:
     """A number of a log or a table; NaN for null."""
     return math.nan if value is None else float(value)
@@ -230,6 +332,11 @@ def fixed(value: float, digits: int) -> str:
 def signed(value: float, digits: int) -> str:
     """The same with its sign."""
     return f"{value:+,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def percent(share: float) -> str:
+    """A share: 93 %; a dash for NaN."""
+    return f"{100 * share:.0f}\N{NO-BREAK SPACE}%" if math.isfinite(share) else "–"
 
 
 def figures(value: float | None) -> str:

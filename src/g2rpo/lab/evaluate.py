@@ -9,20 +9,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.events import Emit, Line, Progress, cautions, silent
-from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
+from g2rpo.core.files import FileDigests, is_empty, local, write_whole
 from g2rpo.core.images import digest_of_prompts
 from g2rpo.core.plain import Section
 from g2rpo.core.stopping import stoppable
 from g2rpo.data.prompts import build_prompts
+from g2rpo.lab.judging import (
+    AGAIN,
+    SWEEP_MAY_CHANGE,
+    Chunk,
+    EvaluationDirectory,
+    Judging,
+    JudgingConfig,
+)
 from g2rpo.lab.sample import tune
 from g2rpo.models.blueprint import blueprint_of
 from g2rpo.models.load import find_pipeline, load_pipeline
@@ -31,15 +36,6 @@ from g2rpo.rewards.options import RewardTable
 from g2rpo.train.checks import check_rewards_alone
 from g2rpo.train.consistency import faults_of_clips
 from g2rpo.train.evaluation.controls import default_controls
-from g2rpo.train.evaluation.sweep import (
-    SWEEP_MAY_CHANGE,
-    Chunk,
-    EvaluationDirectory,
-    Judging,
-    JudgingConfig,
-)
-from g2rpo.train.monitor.pictures import PictureRow, clip_of, read_clip, save_grid
-from g2rpo.train.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
 from g2rpo.train.persistence import take_stored
 from g2rpo.train.run.folder import Run, check_weights
 from g2rpo.train.run.lock import first_usable, held
@@ -154,16 +150,15 @@ def evaluate(
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     out = out or first_usable("evaluation", partial(_check_folder, config=config))
     _check_folder(out, config)
-    judging = Judging(config, prompts, out)
-    kept = "stopped; finished chunks are kept, and the same command goes on after them"
-    with held(out, cautions(emit)), stoppable(kept):
+    judging = Judging(prompts=prompts, config=config, files=EvaluationDirectory(out))
+    with held(out, cautions(emit)), stoppable(f"stopped; {AGAIN}"):
         _check_folder(out, config)
         missing = judging.missing()
         if missing:
             _judge(judging, missing, emit)
         judging.write_results()
-        for steps in sorted(set(config.steps)):
-            _save_grid(judging, steps)
+        for steps in judging.steps:
+            judging.save_grid(steps)
     return judging
 
 
@@ -202,7 +197,7 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
 
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
-    config, out = judging.config, judging.directory
+    config, out = judging.config, judging.files.path
     kinds = check_rewards_alone(config.rewards)
     emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
     prompts = (
@@ -224,8 +219,8 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
 
     with placed(f"{out}: cannot be written (", OSError, after="); name another --out"):
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(EvaluationDirectory(out).settings, config.to_yaml().encode())
-    pictures, total = 0, sum(chunk.stop - chunk.start for chunk in missing)
+        write_whole(judging.files.settings, config.to_yaml().encode())
+    pictures, total = 0, sum(len(chunk.places) for chunk in missing)
 
     def advance(more: int) -> None:
         nonlocal pictures
@@ -234,41 +229,3 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
 
     advance(0)
     judging.run(missing, policy, use_weights, rewards, advance)
-
-
-def _save_grid(judging: Judging, steps: int) -> None:
-    """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores,
-    one row per side."""
-    shown = range(min(SHOWN, len(judging.prompts)))
-    folders = {side: judging.directory / Chunk(side, steps, 0, 1).folder for side in judging.sides}
-    of = {
-        side: [row for row in judging.rows() if (row["side"], row["steps"]) == (side, steps)][
-            :SHOWN
-        ]
-        for side in folders
-    }
-    picture_rows = [
-        PictureRow(
-            torch.stack([_read(picture_of(folders[side], i)) for i in shown]),
-            side,
-            scores_of(rows),
-            right_of(rows),
-        )
-        for side, rows in of.items()
-    ]
-    count = counted(len(judging.prompts), "prompt")
-    note = f"The first {len(shown)} of {count}, in their order; from the same noise; {counted(steps, 'step')}."
-    path, prompts = (
-        EvaluationDirectory(judging.directory).grid(steps),
-        judging.prompts[: len(shown)],
-    )
-    first = clip_of(picture_of(folders[judging.sides[0]], 0))
-    seconds = read_clip(first)[1] if first.is_file() else 0
-    with writing(path):
-        save_grid(path, picture_rows, prompts, note, seconds)
-
-
-def _read(path: Path) -> Tensor:
-    again = "); delete it and the same command paints it again"
-    with placed(f"{path}: is damaged (", OSError, ValueError, after=again):
-        return read_picture(path)

@@ -28,6 +28,7 @@ from g2rpo.models.load import load_pipeline, load_weights
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
+from g2rpo.train.evaluation.heldout import SHOWN
 from g2rpo.train.evaluation.sampler import Drawing, Sampler
 from g2rpo.train.monitor.pictures import (
     PictureRow,
@@ -37,7 +38,6 @@ from g2rpo.train.monitor.pictures import (
     save_grid,
     seconds_of,
 )
-from g2rpo.train.monitor.scores import SHOWN
 from g2rpo.train.persistence import take_stored
 from g2rpo.train.run.folder import check_weights
 from g2rpo.train.run.lock import enter_fresh, held

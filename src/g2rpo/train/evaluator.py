@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from g2rpo.config.schema import Config
 from g2rpo.config.work import work_in_pictures
 from g2rpo.core.data import Row
 from g2rpo.core.noise import seed_for
-from g2rpo.core.statistics import Comparison
+from g2rpo.core.statistics import Comparison, percent
 from g2rpo.core.types import Reward, as_reward
 from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.memory import BatchSizes, OutOfMemory
 from g2rpo.train.evaluation.heldout import (
+    SHOWN,
     Evaluation,
+    chosen,
     compare_evaluations,
     compare_right,
     evaluation_of_all,
@@ -29,6 +32,10 @@ from g2rpo.train.evaluation.heldout import (
     load_evaluation,
     right_in_words,
     save_evaluation,
+    save_inputs,
+    save_pictures,
+    save_rows,
+    score_rows,
 )
 from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.learner import Learner
@@ -37,14 +44,6 @@ from g2rpo.train.monitor.curves import curves, save_figure
 from g2rpo.train.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.train.monitor.image_statistics import spread as spread_of
 from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, seconds_of
-from g2rpo.train.monitor.scores import (
-    SHOWN,
-    chosen,
-    save_inputs,
-    save_pictures,
-    save_rows,
-    score_rows,
-)
 from g2rpo.train.run.folder import Run
 
 SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT, SPREAD_SHARE = 8, 4, 2, 0.1
@@ -54,17 +53,56 @@ for that of right pictures; the largest share of the run's network evaluations."
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and
-    `judges`, which are not.
+    """What is kept of prompts that are drawn from fixed noise and scored (`Sampler.best`): of a
+    run's held-out ones (`RunEvaluator`), or of those of `g2rpo evaluate`
+    (`lab.judging.Judging`)."""
 
-    `SHOWN` of the pictures are kept.
-    """
+    prompts: Sequence[str]
+
+    def writing(self, path: Path) -> AbstractContextManager[None]:
+        """While entered, disk errors while `path` is written become one message."""
+        raise NotImplementedError
+
+    def keep(self, folder: Path, images: Tensor, places: Sequence[int], seconds: float) -> None:
+        """Writes pictures, or clips of so many seconds, of the prompts at these places, and the
+        prompts' input pictures."""
+        with self.writing(folder):
+            save_pictures(folder, images, places, seconds)
+            save_inputs(folder, [self.prompts[place] for place in places], places)
+
+    def keep_scores(self, path: Path, rows: Iterable[Row]) -> None:
+        """Writes a table of scores, in the place of an older one."""
+        with self.writing(path):
+            save_rows(path, rows)
+
+    def draw_grid(
+        self,
+        path: Path,
+        sides: Mapping[str, Evaluation],
+        names: Iterable[str],
+        note: str,
+        seconds: float,
+    ) -> None:
+        """Draws the pictures of evaluations of the same prompts by label, a row each, with their
+        verdicts and the scores of `names`."""
+        rows = [
+            PictureRow(one.images, label, {name: one.scores[name] for name in names}, one.right)
+            for label, one in sides.items()
+        ]
+        prompts = next(iter(sides.values())).prompts
+        with self.writing(path):
+            save_grid(path, rows, prompts, note, seconds)
+
+
+@dataclass(kw_only=True)
+class RunEvaluator(Evaluator):
+    """Evaluates the (averaged) weights of a run by `rewards`, which are trained on, and `judges`,
+    which are not. `SHOWN` of the pictures are kept."""
 
     sampler: Sampler
     learner: Learner
     rewards: Mapping[str, Reward]
     judges: Mapping[str, Reward]
-    heldout: Sequence[str]
     sizes: BatchSizes
     shards: Replicated
     run: Run
@@ -80,6 +118,9 @@ class Evaluator:
     def judged_by(self) -> Mapping[str, Reward]:
         return {**self.rewards, **self.judges}
 
+    def writing(self, path: Path) -> AbstractContextManager[None]:
+        return self.run.writing(path)
+
     def sampler_now(self, **changes: Any) -> Sampler:
         """The sampler with the batch sizes of this moment, which shrink when memory runs out, and
         other `changes`."""
@@ -93,7 +134,7 @@ class Evaluator:
     def own(self) -> Sequence[str]:
         """The held-out prompts that this rank evaluates: all of them if there are fewer prompts
         than ranks."""
-        return self.shards.world.shard_or_all(self.heldout)
+        return self.shards.world.shard_or_all(self.prompts)
 
     def evaluations(self) -> int:
         """This rank's network evaluations to evaluate the held-out prompts."""
@@ -110,7 +151,7 @@ class Evaluator:
         """Pictures of the held-out prompts and all their scores, or of other `prompts`.
         `on_rows` is called after every call of the network, and with a number below 0 for calls
         that memory ran out after and that are repeated."""
-        world, prompts = self.shards.world, self.heldout if prompts is None else prompts
+        world, prompts = self.shards.world, self.prompts if prompts is None else prompts
         part = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
@@ -143,24 +184,28 @@ class Evaluator:
         if not self.spread_on:
             return {}
         repeated = [
-            prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)
+            prompt for prompt in self.prompts[: self.spread_on] for _ in range(SPREAD_NOISES)
         ]
         verdict = least_scores(self.judged_by)
         rewards = {name: self.judged_by[name] for name in verdict} or {"none": as_reward(_unscored)}
         seed = seed_for(self.sampler.seed, "spread")
         found = self.evaluate(iteration, on_rows, repeated, seed=seed, rewards=rewards)
-        row, world = {}, self.shards.world
-        if world.is_main:
+
+        def differ() -> Row:
             images = found.images.unflatten(0, (-1, SPREAD_NOISES))
-            row["diversity"] = spread_of(images)
-            right = (
-                torch.zeros(images.shape[:2])
-                if found.right is None
-                else found.right.view(-1, SPREAD_NOISES)
-            )
-            if (right.nansum(1) > 1).sum() >= SPREAD_RIGHT:
-                row["diversity_right"] = spread_of(images, right == 1)
-        return dict(json.loads(world.broadcast_text(json.dumps(row))))
+            row = {"diversity": spread_of(images)}
+            if found.right is not None:
+                right = found.right.view(-1, SPREAD_NOISES)
+                if (right.nansum(1) > 1).sum() >= SPREAD_RIGHT:
+                    row["diversity_right"] = spread_of(images, right == 1)
+            return row
+
+        return self._on_main(differ)
+
+    def _on_main(self, made: Callable[[], Row]) -> Row:
+        """What rank 0, which has all pictures, makes of them, on every rank."""
+        world = self.shards.world
+        return dict(json.loads(world.broadcast_text(json.dumps(made() if world.is_main else {}))))
 
     def row(self, iteration: int, evaluation: Evaluation, spread: Row | None = None) -> Row:
         """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log,
@@ -171,10 +216,9 @@ class Evaluator:
             if iteration == 0:
                 with self.run.written(self.run.baseline) as path:
                     save_evaluation(path, evaluation)
-            self.keep_scores(iteration, evaluation)
-            self._save_pictures(
-                self.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}"
-            )
+            self.rescore(iteration, evaluation)
+            grid, which = self.run.grid(iteration), f"After iteration {iteration}"
+            self._save_pictures(grid, [(iteration, evaluation)], which)
         row: Row = {"kind": "eval", "iteration": iteration}
         logged = [name for name in evaluation.scores if name not in self.unlogged]
         means = evaluation.means()
@@ -182,32 +226,28 @@ class Evaluator:
         base = self.base()
         if base is None:
             return row
-        every = compare_evaluations(base, evaluation)
-        changes = {name: every[name] for name in logged}
-        row |= {f"stderr/{name}": change.error for name, change in changes.items()}
-        few = {name: each.count for name, each in changes.items() if each.count < len(self.heldout)}
-        row |= {f"scored/{name}": count for name, count in few.items()}
+        changes = compare_evaluations(base, evaluation)
+        row |= {f"stderr/{name}": changes[name].error for name in logged}
+        counts = {name: changes[name].count for name in logged}
+        row |= {f"scored/{name}": n for name, n in counts.items() if n < len(self.prompts)}
         if (right := compare_right(base, evaluation)) is not None:
             row |= {"right": right.tuned, "right_stderr": right.error}
         row |= spread or {}
-        row["judged_gain"] = judged_gain(
-            base.scores, evaluation.scores, list(self.judges or self.rewards)
-        )
-        return row | self._picture_statistics(base, evaluation)
+        judges = list(self.judges or self.rewards)
+        row["judged_gain"] = judged_gain(base.scores, evaluation.scores, judges)
+        return row | self._on_main(lambda: self._picture_statistics(base, evaluation))
 
-    def keep_scores(self, iteration: int, evaluation: Evaluation) -> None:
-        """Stores the scores of an evaluation after an iteration, in the place of earlier ones."""
-        if not self.run.writes:
-            return
-        path = self.run.scores(iteration)
-        with self.run.writing(path):
-            save_rows(path, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
+    def rescore(self, iteration: int, evaluation: Evaluation) -> None:
+        """Stores the scores of an evaluation after an iteration."""
+        if self.run.writes:
+            rows = score_rows(evaluation.prompts, evaluation.scores, evaluation.right)
+            self.keep_scores(self.run.scores(iteration), rows)
 
     def base(self) -> Evaluation | None:
         """The base model's evaluation, of this process or read from the run directory, with pictures
         on rank 0 alone; None if there is none."""
         if self.baseline is None and self.run.folder is not None:
-            stored = load_evaluation(self.run.baseline, self.heldout, list(self.judged_by))
+            stored = load_evaluation(self.run.baseline, self.prompts, list(self.judged_by))
             own = stored.images if self.shards.world.is_main else stored.images[:0].clone()
             self.baseline = replace(stored, images=own)
         return self.baseline
@@ -227,19 +267,22 @@ class Evaluator:
         if not self.run.writes:
             return table
         results: dict[str, Any] = {"iteration": iteration, "prompts": len(base.prompts)}
-        results["rewards"] = {name: asdict(row) for name, row in table.items()}
+        results["rewards"] = {name: row.stored for name, row in table.items()}
+        more = ""
         if (right := compare_right(base, tuned)) is not None:
-            results["right"] = {**asdict(right), "least": least_scores(self.judged_by)}
+            shares = f"{percent(right.base)} right and the tuned model {percent(right.tuned)}"
+            more = f" Of all {len(base.prompts)}, the base draws {shares}."
+            results["right"] = {**right.stored, "least": least_scores(self.judged_by)}
             if (words := right_in_words(self.judged_by)) is not None:
                 results["right"]["in_words"] = words
         for key in DIVERSITIES.values():
             spreads = {row["iteration"]: row[key] for row in self.run.read_log() if key in row}
             if spreads.keys() >= {0, iteration}:
                 means = {"base": spreads[0], "tuned": spreads[iteration]}
-                count = min(SPREAD_PROMPTS, len(self.heldout))  # also of an earlier start
+                count = min(SPREAD_PROMPTS, len(self.prompts))  # also of an earlier start
                 results[key] = {"prompts": count, "noises": SPREAD_NOISES, **means}
         sides = [(0, base), (iteration, tuned)]
-        self._save_pictures(self.run.before_after, sides, "Both rows from the same noise", right)
+        self._save_pictures(self.run.before_after, sides, "Both rows from the same noise", more)
         self.run.write_results(results)
         with self.run.written(self.run.curves) as path:
             save_figure(
@@ -249,53 +292,25 @@ class Evaluator:
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
-        """Image statistics beside the base's: computed on rank 0, which has all pictures, and sent
-        to every rank."""
-        row: Row = {}
-        world = self.shards.world
-        if world.is_main:
-            self._base_look = self._base_look or image_statistics(base.images)
-            row = statistics_row(self._base_look, image_statistics(evaluation.images))
-        return dict(json.loads(world.broadcast_text(json.dumps(row))))
+        self._base_look = self._base_look or image_statistics(base.images)
+        return statistics_row(self._base_look, image_statistics(evaluation.images))
 
     def _save_pictures(
-        self,
-        grid: Path,
-        sides: Sequence[tuple[int, Evaluation]],
-        which: str,
-        right: Comparison | None = None,
+        self, grid: Path, sides: Sequence[tuple[int, Evaluation]], which: str, more: str = ""
     ) -> None:
         """Keeps pictures of `chosen` held-out prompts, of evaluations by iteration, and draws a
-        grid of them with the scores that are trained on: a row for the base, and one for the tuned
-        model."""
-        places, how = chosen([one.right for _, one in sides], SHOWN, len(self.heldout))
-        prompts = [self.heldout[place] for place in places]
+        grid of them with the scores that are trained on: of the base, and of the tuned model."""
+        places, how = chosen([one.right for _, one in sides], SHOWN, len(self.prompts))
         seconds = seconds_of(self.sampler.policy, sides[0][1].images.shape[1])
-        picture_rows = []
-        for label, (iteration, one) in zip(
-            ("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True
-        ):
-            scores = {reward: one.scores[reward][places] for reward in self.rewards}
-            picture_rows.append(
-                PictureRow(
-                    one.images[places],
-                    label,
-                    scores,
-                    None if one.right is None else one.right[places],
-                )
-            )
-            folder = self.run.pictures(iteration)
-            with self.run.writing(folder):
-                save_pictures(folder, one.images[places], places, seconds)
-                save_inputs(folder, prompts, places)
+        shown = [one.at(places) for _, one in sides]
+        for (iteration, _), one in zip(sides, shown, strict=True):
+            self.keep(self.run.pictures(iteration), one.images, places, seconds)
         note = f"{how}.\n{which}."
         if least := least_scores(self.judged_by):
-            note += f" Right: {' and '.join(f'{reward} at least {value:g}' for reward, value in least.items())}."
-        if right is not None:
-            shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
-            note += f" Of all {len(self.heldout)}, {shares}."
-        with self.run.writing(grid):
-            save_grid(grid, picture_rows, prompts, note, seconds)
+            said = [f"{reward} at least {value:g}" for reward, value in least.items()]
+            note += f" Right: {' and '.join(said)}."
+        rows = dict(zip(("base", "tuned") if len(shown) > 1 else ("",), shown, strict=True))
+        self.draw_grid(grid, rows, self.rewards, note + more, seconds)
 
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:

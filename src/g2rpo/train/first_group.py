@@ -14,10 +14,15 @@ from g2rpo.core.plans import Plan
 from g2rpo.core.statistics import group_std
 from g2rpo.rollout.scoring import decode
 from g2rpo.train.collector import Groups
-from g2rpo.train.evaluation.heldout import verdicts
+from g2rpo.train.evaluation.heldout import (
+    save_inputs,
+    save_pictures,
+    save_rows,
+    score_rows,
+    verdicts,
+)
 from g2rpo.train.listeners import Listener
 from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, stills
-from g2rpo.train.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
 
 CLOSE = 0.05
 """The range of scores in a group, as a part of them, of which few are a sign of rounding: scores that

@@ -160,9 +160,7 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     rows = ["| reward | use | base | tuned | change |\n|---|---|---|---|---|\n"]
     for name, row in table.items():
         use = "trained on" if name in config.trained else "judged only"
-        rows.append(
-            f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.change:+.3f}{row.within} |\n"
-        )
+        rows.append(f"| {name} | {use} | {' | '.join(row.cells)} |\n")
     caption = f"{counted(prompts, 'held-out prompt')} from the same noise; ± is the 95 % interval of the paired change."
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from g2rpo.rollout.memory import BatchSizes, batch_sizes
 from g2rpo.train.collector import Collector
 from g2rpo.train.evaluation.sampler import sampler_of
-from g2rpo.train.evaluator import Evaluator, spread_prompts
+from g2rpo.train.evaluator import RunEvaluator, spread_prompts
 from g2rpo.train.model_card import header_of
 from g2rpo.train.persistence import Persistence
 from g2rpo.train.updater import Updater
@@ -52,14 +52,14 @@ def updater_of(trainer: Trainer) -> Updater:
     )
 
 
-def evaluator_of(trainer: Trainer) -> Evaluator:
+def evaluator_of(trainer: Trainer) -> RunEvaluator:
     config, sampler = trainer.config, sampler_of(trainer.config, trainer.policy)
-    return Evaluator(
+    return RunEvaluator(
         sampler=sampler,
         learner=trainer.learner,
         rewards=trainer.rewards,
         judges=trainer.judges,
-        heldout=trainer.heldout,
+        prompts=trainer.heldout,
         sizes=trainer.sizes,
         shards=trainer.shards,
         run=trainer.run,

@@ -20,8 +20,8 @@ from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
 from g2rpo.lab.compare.workflow import _check_judged_alike, compare
 from g2rpo.lab.plan.counting import count
+from g2rpo.lab.untrained import Controls
 from g2rpo.rollout.planning import count_trained
-from g2rpo.train.evaluation.untrained import Controls
 from g2rpo.train.run.folder import Run
 from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
@@ -85,11 +85,11 @@ def test_lines_pair_seeds_and_prompts():
     base, one = random.normal(size=30), random.normal(size=(3, 30))
     cells = {"one": {(10, "a"): one}, "two": {(10, "a"): one + 1}}
     first, second = lines({"one": {(10, "a"): base + 2}, "two": {(10, "a"): base}}, cells)
-    assert (second.cell, second.steps, second.reward) == ("two", 10, "a")
-    assert first.lead.low == first.lead.high == 0
-    assert second.lead.low == pytest.approx(1) and second.lead.high == pytest.approx(1)
-    assert second.change.mean == pytest.approx((one + 1 - base).mean())
-    assert second.change.low < second.change.mean < second.change.high
+    assert (second["cell"], second["steps"], second["reward"]) == ("two", 10, "a")
+    assert first["lead"].low == first["lead"].high == 0
+    assert second["lead"].low == pytest.approx(1) and second["lead"].high == pytest.approx(1)
+    assert second["change"].mean == pytest.approx((one + 1 - base).mean())
+    assert second["change"].low < second["change"].mean < second["change"].high
 
 
 def test_cells_and_budgets_are_read():

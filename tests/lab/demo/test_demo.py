@@ -1,5 +1,6 @@
 """What the demo computes is what sampling and training compute; and what it shows is that."""
 
+import math
 import re
 import shutil
 import socket
@@ -17,6 +18,7 @@ from g2rpo.core.data import Precision
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.noise import generator_for
+from g2rpo.core.statistics import RIGHT
 from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
 from g2rpo.lab.demo.command import FIRST, opening, opening_of
@@ -35,9 +37,8 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.train.build import Request, build
 from g2rpo.train.evaluation.controls import Control
-from g2rpo.train.evaluation.sampler import Sampler
-from g2rpo.train.evaluation.untrained import utility
-from g2rpo.train.monitor.scores import read_rows, scores_of
+from g2rpo.train.evaluation.heldout import read_rows, scores_of
+from g2rpo.train.evaluation.sampler import Sampler, utility
 from g2rpo.train.run.folder import Run
 from g2rpo.train.stopwatch import Stopwatch
 from tests.lab.demo.trained import BRIGHT, train_tiny
@@ -345,12 +346,13 @@ def test_a_group_without_a_score_says_so_and_has_no_best(testbed):
 # --- what it opens with, and the command ----------------------------------------------------------
 
 
-def rows(scores, right=None):
-    """Tables of scores by reward, and verdicts."""
-    columns = zip(*scores.values(), strict=True)
-    told = [{"scores": dict(zip(scores, values, strict=True))} for values in columns]
-    verdicts = [{"right": one} for one in right] if right else [{}] * len(told)
-    return [row | verdict for row, verdict in zip(told, verdicts, strict=True)]
+def values(scores, right=None):
+    """Scores by reward, and verdicts."""
+    every = scores if right is None else {**scores, RIGHT: right}
+    return {
+        name: torch.tensor([math.nan if one is None else float(one) for one in own])
+        for name, own in every.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -368,13 +370,13 @@ def rows(scores, right=None):
     ],
 )
 def test_the_demo_opens_on_the_first_prompt_that_became_right(base, tuned, number, rule):
-    chosen, said = opening(rows({"a": [0.0] * 5}, base), rows({"a": [0.0] * 5}, tuned), ["a"])
+    chosen, said = opening(values({"a": [0.0] * 5}, base), values({"a": [0.0] * 5}, tuned), ["a"])
     assert chosen == number and said.startswith("This opens on ") and rule in said
 
 
 def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
-    base = rows({"a": [0.0, 0, 0, 0], "b": [5.0, 5, 5, 5], "judge": [1.0, 1, 1, 1]})
-    tuned = rows({"a": [1.0, None, 0.1, 0.2], "b": [4.0, 6, 5.1, 6], "judge": [2.0, 2, 0, 0]})
+    base = values({"a": [0.0, 0, 0, 0], "b": [5.0, 5, 5, 5], "judge": [1.0, 1, 1, 1]})
+    tuned = values({"a": [1.0, None, 0.1, 0.2], "b": [4.0, 6, 5.1, 6], "judge": [2.0, 2, 0, 0]})
     number, said = opening(base, tuned, ["a", "b"])
     assert number == 2 and said.endswith("on which training raised a and b; none fell.")
 

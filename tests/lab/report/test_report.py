@@ -16,23 +16,21 @@ import yaml
 from g2rpo.config.recipes import recipe_settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
-from g2rpo.core.statistics import Interval, figures, in_time, interval, signed
+from g2rpo.core.statistics import RIGHT, Comparison, Interval, figures, in_time, interval, signed
 from g2rpo.lab.report import page
 from g2rpo.lab.report.charts import compact
-from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups
+from g2rpo.lab.report.history import SeedGroup, read_runs, seed_groups, summary_of
 from g2rpo.lab.report.page import render, state
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS, first_group, pictures
-from g2rpo.lab.report.verdict import decimals, summary_of, verdict
-from g2rpo.train.evaluation.untrained import RIGHT
-from g2rpo.train.monitor.alarms import HELPS
-from g2rpo.train.monitor.pictures import figure
-from g2rpo.train.monitor.scores import (
+from g2rpo.train.evaluation.heldout import (
     read_rows,
     save_pictures,
     save_rows,
     score_rows,
     scores_of,
 )
+from g2rpo.train.monitor.alarms import HELPS
+from g2rpo.train.monitor.pictures import figure
 from g2rpo.train.run.folder import Run
 from tests.lab.report.pages import attributes, chart_labels, charts, make_run, words, write_log
 from tests.support.commands import done, refused
@@ -308,7 +306,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     (line,) = seed_groups(runs)
     found, share = line.changes["bright"], line.changes[RIGHT]
     assert (found.base, found.tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
-    assert found.change == change and found.seeds == 3 and found.trained
+    assert found.change == change and found.seeds == 3
     right = (bright >= 0.5).astype(float)
     assert (share.base, share.tuned) == (right[0].mean(), right[2].mean())
     assert share.change == interval(right[2] - right[0]).within(-share.base, 1 - share.base)
@@ -317,7 +315,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     ends = change.low - change.mean, change.high - change.mean
     assert [end - curve.y[2] for end in curve.ends[2]] == pytest.approx(ends)
 
-    html, digits = render(runs), decimals(found)
+    html, digits = render(runs), found.digits
     before, after = (f"{100 * value:.0f} %" for value in (share.base, share.tuned))
     assert f"lights {after} of 3 held-out rooms, before training {before}, only 3 prompts" in words(
         html
@@ -528,16 +526,18 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
 )
 def test_verdicts(ends, spread, told):
     for count, expected in ((64, told), (7, "too few prompts"), (0, "no scores")):
-        change = Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, count), spread, count)
-        assert verdict(change) == expected
+        change = Interval(*ends, count)
+        own = Comparison(1.0, 1.0 + ends[0], math.nan, count, spread, measured=change)
+        assert own.verdict == expected
 
 
 def test_numbers_for_people():
     halves = (0.0312, 0.43, 6.1, 80.0, 0.0, math.nan, 2e-9)  # 1.96 standard errors
     changes = [
-        Change("r", True, 0, 1, Interval(1, 1 - half, 1 + half, 64), 1, 64) for half in halves
+        Comparison(0, 1, math.nan, 64, 1, measured=Interval(1, 1 - half, 1 + half, 64))
+        for half in halves
     ]
-    assert [decimals(change) for change in changes] == [3, 2, 1, 0, 3, 3, 6]
+    assert [change.digits for change in changes] == [3, 2, 1, 0, 3, 3, 6]
     times = [in_time(seconds) for seconds in (0.78, 42, 301, 12000)]
     assert times == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
 

@@ -220,7 +220,7 @@ def test_what_changed_is_first_what_became_right(tmp_path):
             for right in ([0.0, 1.0, 0.0], [0.0, 1.0, 1.0])
         )
         s.trainer.evaluator.baseline, s.learnt.shown = was, now
-        assert s.headline == "33 % → 67 % right"
+        assert s.headline.replace("\N{NO-BREAK SPACE}", " ") == "33 % → 67 % right"
         assert s.changed()[0][0] == base.prompts[2]
 
 

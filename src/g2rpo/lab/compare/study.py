@@ -22,7 +22,7 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import Inside
 from g2rpo.core.plain import Section
-from g2rpo.train.evaluation.sweep import EvaluationDirectory
+from g2rpo.lab.judging import EvaluationDirectory
 from g2rpo.train.run.folder import Run
 
 Unit = Literal["iterations", "evaluations"]

@@ -28,8 +28,8 @@ from g2rpo.lab.compare.jobs import Job, Workers, working
 from g2rpo.lab.compare.results import write_results
 from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
 from g2rpo.lab.evaluate import config_settings
+from g2rpo.lab.judging import EvaluationDirectory
 from g2rpo.train.checks import check
-from g2rpo.train.evaluation.sweep import EvaluationDirectory
 from g2rpo.train.model_card import CARD
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.lock import first_usable

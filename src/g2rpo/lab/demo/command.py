@@ -4,27 +4,30 @@ that is chosen from the run's evaluations, and says why."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.events import Emit, Line, silent
+from g2rpo.core.statistics import RIGHT
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.demo.drawing import draw, trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check_demo, open_model, training_of, what_it_is
-from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs
-from g2rpo.lab.report.verdict import summary_of
+from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs, summary_of
 from g2rpo.lab.serving import Address, needing_gradio
-from g2rpo.train.monitor.scores import ScoreRow, read_rows, right_of, scores_of
 from g2rpo.train.run.folder import Run, check_weights
 
 EXAMPLES = 4
 """Held-out prompts that are offered."""
 Say = Callable[[str], None]
+Opening = tuple[int, str]
+"""The number of the held-out prompt with which the demo opens, and why it was chosen."""
+FIRST: Opening = 0, "This opens on the first held-out prompt."
 
 
 def demo(
@@ -84,6 +87,32 @@ def demo(
     say("stopped")
 
 
+def opening_of(run: RunHistory) -> Opening:
+    """The opening for a run, from its tables of scores; UserError if they are missing or
+    damaged."""
+    after = SeedGroup((run,)).judged_after
+    return opening(run.scores(0), run.scores(*after), run.config.trained) if after else FIRST
+
+
+def opening(
+    base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], names: Sequence[str]
+) -> Opening:
+    """The first prompt on which training helped: one that was wrong and is right or, if no reward
+    defines right pictures, one on which the scores of all these `names` rose."""
+    told = [RIGHT] if RIGHT in base and RIGHT in tuned else names
+    rises = torch.stack([tuned[name] - base[name] for name in told])
+    gained, lost = (rises > 0).all(0), (rises < 0).all(0)
+    words, worse = f"on which training raised {' and '.join(names)}", "fell"
+    if told == [RIGHT]:
+        words, worse = "that the base model draws wrong and the tuned one right", "became wrong"
+    count, others = int(gained.sum()), f"{int(lost.sum()) or 'none'} {worse}"
+    if not count:
+        rule = f"the first of {len(gained)} held-out prompts: there is none {words}, and {others}."
+        return 0, f"This opens on {rule}"
+    rule = f"the first of the {count} held-out prompts (of {len(gained)}) {words}; {others}."
+    return int(gained.nonzero()[0]), f"This opens on {rule}"
+
+
 def _heldout(config: Config, say: Say) -> Sequence[str]:
     """The held-out prompts; none if their source cannot be read."""
     if not config.evaluation.prompts:
@@ -111,40 +140,3 @@ def _first_views(model: DemoModel, prompt: str, rule: str, say: Say) -> tuple[st
     except (UserError, RewardFailed) as error:
         say(f"it was not drawn: {error}")
     return drawn, group
-
-
-Opening = tuple[int, str]
-"""The number of a held-out prompt, and why it was chosen."""
-FIRST: Opening = 0, "This opens on the first held-out prompt."
-
-
-def opening_of(run: RunHistory) -> Opening:
-    """The opening for a run, from its tables of scores; UserError if they are missing or
-    damaged."""
-    after = SeedGroup((run,)).judged_after
-    if not after:
-        return FIRST
-    base, tuned = (read_rows(run.files.scores(iteration)) for iteration in (0, *after))
-    return opening(base, tuned, run.config.trained) if len(base) == len(tuned) else FIRST
-
-
-def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], names: Sequence[str]) -> Opening:
-    """The first prompt on which training helped: one that was wrong and is right or, if no reward
-    defines right pictures, one on which the scores of all these `names` rose."""
-    before, after = right_of(base), right_of(tuned)
-    if before is not None and after is not None:
-        gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
-        words, worse = "that the base model draws wrong and the tuned one right", "became wrong"
-    else:
-        first, last = scores_of(base), scores_of(tuned)
-        rises = torch.stack([last[name] - first[name] for name in names])
-        gained, lost = (rises > 0).all(0), (rises < 0).all(0)
-        words, worse = f"on which training raised {' and '.join(names)}", "fell"
-    count, others = int(gained.sum()), f"{int(lost.sum()) or 'none'} {worse}"
-    if not count:
-        return (
-            0,
-            f"This opens on the first of {len(base)} held-out prompts: there is none {words}, and {others}.",
-        )
-    rule = f"This opens on the first of the {count} held-out prompts (of {len(base)}) {words}; {others}."
-    return int(gained.nonzero()[0]), rule

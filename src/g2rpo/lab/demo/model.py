@@ -24,7 +24,7 @@ from g2rpo.core.plans import Plan
 from g2rpo.core.types import Reward
 from g2rpo.data.testbed import knows, why_unknown
 from g2rpo.lab.evaluate import model_settings, reward_table
-from g2rpo.lab.report.verdict import model_name
+from g2rpo.lab.report.history import model_name
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.load import build_policy, find_pipeline, load_weights
 from g2rpo.rewards.catalogue import build_rewards

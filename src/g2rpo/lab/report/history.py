@@ -1,9 +1,10 @@
-"""What runs did, finished or not: one run, or several that differ in their seed alone, as one line
-of the report."""
+"""What runs did, finished or not, and the sentences about it: one run, or several that differ in
+their seed alone, as one line of the report."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,13 +15,22 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.resolve import differences
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.data import Row
-from g2rpo.core.statistics import Interval, group_std, interval
-from g2rpo.train.evaluation.untrained import RIGHT
-from g2rpo.train.monitor.alarms import DIVERSITIES, Occurrence, occurrences
+from g2rpo.core.errors import counted
+from g2rpo.core.statistics import (
+    RIGHT,
+    Comparison,
+    decimals_of,
+    fixed,
+    paired,
+    percent,
+    rise,
+    signed,
+)
+from g2rpo.train.evaluation.heldout import read_rows, values_of
+from g2rpo.train.monitor.alarms import DIVERSITIES, HELPS, Occurrence, occurrences
 from g2rpo.train.monitor.curves import CurveLine, heldout_line
-from g2rpo.train.monitor.scores import read_rows, right_of
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.records import RunResults, Start
 
@@ -29,32 +39,8 @@ Points = tuple[list[float], list[float]]
 SEED_KEY, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 """Runs of one line have different seeds, and may differ in where they ran and what they logged
 to."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One score on the held-out prompts, or the share of right pictures (`RIGHT`): means of the
-    base and of the tuned model, and the 95 % interval of the difference."""
-
-    name: str
-    trained: bool
-    base: float
-    tuned: float
-    change: Interval
-    spread: float
-    """Standard deviation of the base's values over prompts."""
-    prompts: int
-    """Those that both have a value for."""
-    seeds: int = 1
-
-    @property
-    def effect(self) -> Interval:
-        """The change in units of `spread`; NaN where that is not known or 0."""
-        size, low, high = (
-            value / (self.spread or math.nan)
-            for value in (self.change.mean, self.change.low, self.change.high)
-        )
-        return Interval(size, low, high, self.change.count)
+AS_VARIED = 0.8
+"""Pictures that differ by less than this share of what the base's do are a loss of diversity."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +96,8 @@ class RunHistory:
     def scores(self, iteration: int) -> dict[str, Tensor]:
         """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right
         pictures."""
-        scores = self.files.read_scores(iteration, self.rewards(), self.heldout)
-        right = right_of(read_rows(self.files.scores(iteration)))
-        return scores if right is None else {**scores, RIGHT: right}
+        self.files.read_scores(iteration, self.rewards(), self.heldout)  # refuses another table
+        return values_of(read_rows(self.files.scores(iteration)))
 
     def rewards(self) -> list[str]:
         """Every reward: the trained ones first."""
@@ -189,13 +174,13 @@ class SeedGroup:
         )
 
     @cached_property
-    def changes(self) -> dict[str, Change]:
+    def changes(self) -> dict[str, Comparison]:
         """Base against tuned, by reward and, where pictures can be right, by `RIGHT`."""
         if not self.judged_after:
             return {}
         base, tuned = self._scores([0] * len(self.runs)), self._scores(self.judged_after)
         return {
-            name: _change(name, name in self.config.trained, base[name], tuned[name])
+            name: paired(base[name], tuned[name], share=name == RIGHT)
             for name in base
             if name in tuned
         }
@@ -206,14 +191,14 @@ class SeedGroup:
         label, run = self.label("held-out"), self.runs[0]
         if len(self.runs) == 1:
             return heldout_line(label, run.evaluations, reward, run.heldout, self.style)
-        scores = [table[reward].double() for table in self._evaluated.values()]
+        scores = [table[reward].double() for table in self.tables.values()]
         means = [float(each.nanmean()) for each in scores]
-        changes = [interval(each - scores[0]) for each in scores]
+        changes = [paired(scores[0], each).change for each in scores]
         ends = [
             (y - one.mean + one.low, y - one.mean + one.high)
             for y, one in zip(means, changes, strict=True)
         ]
-        return CurveLine(label, [*self._evaluated], means, self.style, ends, "marked")
+        return CurveLine(label, [*self.tables], means, self.style, ends, "marked")
 
     def results(self, key: str) -> list[Any]:
         """An entry of every run's results, of those that have it."""
@@ -231,7 +216,7 @@ class SeedGroup:
         return found
 
     @cached_property
-    def _evaluated(self) -> dict[int, dict[str, Tensor]]:
+    def tables(self) -> dict[int, dict[str, Tensor]]:
         """Scores [S, N] by reward after each evaluation that all runs have kept: every reward's
         curve asks for them."""
         common = [
@@ -296,22 +281,109 @@ def mean(values: Iterable[float | None]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _change(name: str, trained: bool, base: Tensor, tuned: Tensor) -> Change:
-    """From the base's values [S, N] to the tuned ones; prompts that have both count."""
-    base, tuned = base.double(), tuned.double()
-    both = ~(base.isnan() | tuned.isnan())
-    spread = float(group_std(base.where(both, torch.nan)).nanmean())
-    means = float(base[both].mean()), float(tuned[both].mean())
-    change = interval(tuned - base)
-    if name == RIGHT:  # a share
-        change = change.within(0.0 - means[0], 1 - means[0])
-    return Change(name, trained, *means, change, spread, int(both.any(0).sum()), len(base))
-
-
 def _differ_in_seed(one: RunHistory, other: RunHistory) -> bool:
     apart = differences(one.config, other.config).keys()
     contents = [run.starts[-1].contents if run.starts else None for run in (one, other)]
     kept = all(len(run.kept) == len(run.evaluations) for run in (one, other))
     return (
         kept and SEED_KEY in apart and apart <= {SEED_KEY, *PLACES} and contents[0] == contents[1]
+    )
+
+
+def summary_of(of: RunHistory | SeedGroup) -> list[str]:
+    """At most three sentences: what was learnt, what got worse if anything did, and what to do
+    next. What was learnt is of right pictures, or of the trained rewards if no reward defines right
+    pictures."""
+    group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
+    if not group.changes:
+        return [_in_training(group)]
+    return [each for each in (_outcome(group), _worse(group), _next(group)) if each]
+
+
+def _outcome(group: SeedGroup) -> str:
+    changes, heldout = group.changes, group.runs[0].heldout
+    names = [name for name in group.config.trained if name in changes]
+    if RIGHT in changes:
+        words = next((of.in_words for of in group.results("right")), "Right on {} prompts")
+        done = words.replace("{}", f"{percent(changes[RIGHT].tuned)} of {heldout} held-out")
+        said = f"{done[0].lower()}{done[1:]}, {changes[RIGHT].sentence(RIGHT)}"
+    else:
+        told = [changes[name].sentence(name) for name in names]
+        said = f"on {counted(heldout, 'held-out prompt')} {'; '.join(told)}"
+    length = counted(max(group.judged_after), "iteration")
+    return f"Trained on {_listed(names)} for {length}: {said}."
+
+
+def _in_training(group: SeedGroup) -> str:
+    """How the trained rewards move from iteration to iteration, where no two evaluations with their
+    scores are kept."""
+    told = []
+    for name in group.config.trained:
+        values = group.series(f"reward/{name}")[1]
+        change, margin = rise(values)
+        if math.isnan(margin):
+            told.append(f"{name}: too early to say after {counted(len(values), 'iteration')}")
+            continue
+        digits = decimals_of(margin / 2)
+        way = (
+            "no clear change yet"
+            if abs(change) <= margin
+            else "rising"
+            if change > 0
+            else "falling"
+        )
+        told.append(f"{name}: {way}, {signed(change, digits)} ± {fixed(margin, digits)}")
+    return f"In training {'; '.join(told)}; held-out prompts are not evaluated yet."
+
+
+def _fallen(group: SeedGroup) -> list[str]:
+    """Scores that fell, and lost diversity: of right pictures where every run knows it, since
+    training that works leaves fewer wrong ones."""
+    worse = [
+        f"{name} ({signed(change.effect.mean, 2)} s.d.)"
+        for name, change in group.changes.items()
+        if name != RIGHT and change.verdict == "lower"
+    ]
+    spreads = group.spreads()
+    for which, (base, tuned) in [*spreads.items()][-1:]:
+        if tuned < AS_VARIED * base:
+            worse.append(f"{which} of one prompt differ {tuned / base:.2f} times as much as before")
+    return worse
+
+
+def _worse(group: SeedGroup) -> str:
+    """What fell and the alarms; "" for neither."""
+    raised = list(dict.fromkeys(one.name for one in group.alarms()))
+    alarms = [f"alarm{'s' * (len(raised) > 1)} {_listed(raised)}"] if raised else []
+    worse = [*_fallen(group), *alarms]
+    return f"Worse: {'; '.join(worse)}." if worse else ""
+
+
+def _next(group: SeedGroup) -> str:
+    """What a finished run suggests."""
+    if not all(run.finished for run in group.runs):
+        return ""
+    folder, raised = str(group.runs[0].files.path), group.alarms()
+    if raised:
+        return f"Next: {HELPS.get(raised[-1].name, 'look at the report')}."
+    if _fallen(group):
+        return "Next: train on what fell too, or lower the learning rate."
+    aims = [group.changes[RIGHT]] if RIGHT in group.changes else list(group.changes.values())
+    if any(change.verdict.endswith("higher") for change in aims):
+        asked = ["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"]
+        return f"Next: `{shlex.join(asked)}` tries whether other sampler settings do as well."
+    more = f"trainer.iterations={2 * group.config.trainer.iterations}"
+    return f"Next: `{shlex.join(['g2rpo', 'resume', folder, more])}` trains on."
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def model_name(policy: PolicyConfig) -> str:
+    """A description of the model."""
+    return (
+        "the tiny FLUX that comes with g2rpo"
+        if policy.path in ("testbed", "words")
+        else policy.path
     )

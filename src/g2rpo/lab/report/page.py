@@ -20,7 +20,7 @@ from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import write_whole
-from g2rpo.core.statistics import figures, fixed, in_time, signed
+from g2rpo.core.statistics import RIGHT, Comparison, figures, fixed, in_time, signed
 from g2rpo.lab.report.charts import (
     compact,
     key_mark,
@@ -29,16 +29,14 @@ from g2rpo.lab.report.charts import (
     reward_charts,
     update_charts,
 )
-from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, seed_groups
-from g2rpo.lab.report.pictures import first_group, pictures
-from g2rpo.lab.report.verdict import (
-    decimals,
-    effect,
+from g2rpo.lab.report.history import (
+    RunHistory,
+    SeedGroup,
     model_name,
+    seed_groups,
     summary_of,
-    verdict,
 )
-from g2rpo.train.evaluation.untrained import RIGHT
+from g2rpo.lab.report.pictures import first_group, pictures
 from g2rpo.train.monitor.alarms import HELPS
 from g2rpo.train.run.folder import Run
 
@@ -101,13 +99,10 @@ def _page(runs: Sequence[RunHistory]) -> str:
         "signed": signed,
     }
     environment.globals |= {
-        "decimals": decimals,
-        "effect": effect,
         "first_group": first_group,
         "key_mark": key_mark,
         "states": states,
         "summary": summary_of,
-        "verdict": verdict,
     }
     environment.tests["finite"] = math.isfinite
     groups = seed_groups(runs)
@@ -154,12 +149,14 @@ def states(group: SeedGroup) -> dict[str, list[RunHistory]]:
     return told
 
 
-def results(groups: Sequence[SeedGroup]) -> list[tuple[float, list[tuple[SeedGroup, Change]]]]:
+def results(
+    groups: Sequence[SeedGroup],
+) -> list[tuple[str, float, list[tuple[SeedGroup, Comparison]]]]:
     """By score, right pictures and trained rewards first, the largest end of an interval, and the
     change of every line."""
-    known = {name: change for group in groups for name, change in group.changes.items()}
+    trained = {name: name in group.config.trained for group in groups for name in group.changes}
     rows = []
-    for name in sorted(known, key=lambda name: (name != RIGHT, not known[name].trained)):
+    for name in sorted(trained, key=lambda name: (name != RIGHT, not trained[name])):
         own = [(group, group.changes[name]) for group in groups if name in group.changes]
         ends = [
             abs(end)
@@ -167,7 +164,7 @@ def results(groups: Sequence[SeedGroup]) -> list[tuple[float, list[tuple[SeedGro
             for end in (one.change.mean, one.change.low, one.change.high)
             if math.isfinite(end)
         ]
-        rows.append((max(ends, default=0) or 1, own))
+        rows.append((name, max(ends, default=0) or 1, own))
     return rows
 
 

@@ -17,9 +17,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.lab.report.history import RunHistory, SeedGroup
-from g2rpo.train.first_group import ADVANTAGE
-from g2rpo.train.monitor.pictures import clip_of, figure, pil_of, read_webp, webp
-from g2rpo.train.monitor.scores import (
+from g2rpo.train.evaluation.heldout import (
     SHOWN,
     Member,
     chosen,
@@ -28,6 +26,8 @@ from g2rpo.train.monitor.scores import (
     read_rows,
     right_of,
 )
+from g2rpo.train.first_group import ADVANTAGE
+from g2rpo.train.monitor.pictures import clip_of, figure, pil_of, read_webp, webp
 
 MOST_EVALUATIONS, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""

@@ -21,8 +21,8 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import read_lines_as
 from g2rpo.data.prompts import PromptOrder
+from g2rpo.train.evaluation.heldout import picture_of
 from g2rpo.train.monitor.pictures import stills
-from g2rpo.train.monitor.scores import picture_of
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
 

@@ -35,11 +35,10 @@ from g2rpo.lab.teach import rounds
 from g2rpo.lab.teach.rounds import AskedGroup, AskedGroups, Vote
 from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
-from g2rpo.train.evaluation.heldout import Evaluation
+from g2rpo.train.evaluation.heldout import Evaluation, compare_right, save_pictures
 from g2rpo.train.learner import Snapshot
 from g2rpo.train.monitor.alarms import is_large
 from g2rpo.train.monitor.pictures import seconds_of
-from g2rpo.train.monitor.scores import save_pictures
 from g2rpo.train.trainer import Trainer
 
 GROUPS_AHEAD = 2
@@ -332,7 +331,8 @@ class Session:
         wrong = [
             f"{name} fell"
             for name, one in judges.items()
-            if one.change < -ALLOWED_FALL * one.error and is_large(one.change, base.scores[name])
+            if one.change.mean < -ALLOWED_FALL * one.error
+            and is_large(one.change.mean, base.scores[name])
         ]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         before, seen = self._features(base), self._features(now)
@@ -343,9 +343,7 @@ class Session:
         learnt.step = min(LARGEST_STEP, learnt.step)
         if not wrong and learnt.useless == MOST_USELESS_LOOKS:
             wrong = ["no nearer to your choices"]
-        learnt.said = ", ".join(
-            f"{name} {one.base:.3g} → {one.tuned:.3g}" for name, one in judges.items()
-        )
+        learnt.said = ", ".join(f"{name} {one}" for name, one in judges.items())
         if wrong:
             t.restore(learnt.good)
             learnt.useless = 0
@@ -362,7 +360,7 @@ class Session:
         drawn."""
         images = evaluation.images.float() / 255
         evaluation.scores[CLICKS] = self.clicks(images, evaluation.prompts)
-        self.trainer.evaluator.keep_scores(iteration, evaluation)
+        self.trainer.evaluator.rescore(iteration, evaluation)
 
     # what a person sees of it
 
@@ -373,9 +371,8 @@ class Session:
         base, now = self.trainer.base, self.learnt.shown
         if base is None or now is None:
             return ""
-        if base.right is not None and now.right is not None:
-            shares = [100 * float(one.nanmean()) for one in (base.right, now.right)]
-            return f"{shares[0]:.0f} % → {shares[1]:.0f} % right"
+        if (right := compare_right(base, now)) is not None:
+            return f"{right} right"
         rise, deviation = self.learnt.rise
         return f"by {rise:+.1f} ± {deviation:.1f} deviations more as you like it"
 

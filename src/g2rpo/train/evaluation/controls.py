@@ -1,7 +1,7 @@
 """Controls: other sampler settings, which cost no training, and other initial
 noises.
 
-What the untrained model reaches with them is compared in `train.evaluation.untrained`."""
+What the untrained model reaches with them is compared in `lab.untrained`."""
 
 from __future__ import annotations
 

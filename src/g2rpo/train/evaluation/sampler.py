@@ -16,6 +16,7 @@ from g2rpo.core.errors import Stopped, shown
 from g2rpo.core.flow import ode_step
 from g2rpo.core.noise import generator_for, seed_for
 from g2rpo.core.plain import Count, Section
+from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Policy, Scorer, as_rewards
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rollout.engine import Engine
@@ -23,7 +24,6 @@ from g2rpo.rollout.guidance import GuidedEngine, guided_by, sized
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control, Offer
 from g2rpo.train.evaluation.heldout import Evaluation, verdicts
-from g2rpo.train.evaluation.untrained import utility
 from g2rpo.train.monitor.pictures import reduced
 
 
@@ -167,6 +167,19 @@ class Sampler:
             )
             noise = policy.noise([generator_for(seed, "picture", first + i) for i in range(count)])
             return control.sample(engine, noise, seed, first)
+
+
+def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """What pictures [N, S] are chosen by: the weighted sum of their trained rewards, each as its
+    deviation from the prompt's mean in units of its standard deviation within a prompt. A missing
+    score counts as the mean."""
+    total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float64)
+    for name, weight in weights.items():
+        values = scores[name].double()
+        deviation = (values - values.nanmean(-1, keepdim=True)).nan_to_num()
+        spread = group_std(values).square().nanmean().sqrt()
+        total += weight * deviation / (spread if spread > 0 else 1.0)
+    return total
 
 
 def sampler_of(config: Config, policy: Policy, **options: Any) -> Sampler:

@@ -220,7 +220,7 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
             (
                 (fall.chance_of_fall, iteration)
                 for iteration, fall in falls.items()
-                if is_large(fall.change, earlier[0][1][name])
+                if is_large(fall.change.mean, earlier[0][1][name])
             ),
             default=(1.0, 0),
         )
@@ -228,13 +228,13 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
             since, fall = history[iteration], falls[iteration]
             rises = {other: paired(now[other], since[other]) for other in trained}
             risen = [
-                f"{other} rose{_in_spreads(-rise.change, spreads[other])}"
+                f"{other} rose{_in_spreads(-rise.change.mean, spreads[other])}"
                 for other, rise in rises.items()
                 if rise.chance_of_fall < LEVEL
             ]
             rose = f" while {' and '.join(risen)}" if risen else ""
             said.setdefault("hacking" if risen else "decline", []).append(
-                f"{name} {fall.change:+.3g} ± {Z * fall.error:.2g}{_in_spreads(fall.change, spreads[name])} "
+                f"{name} {fall.change.mean:+.3g} ± {Z * fall.error:.2g}{_in_spreads(fall.change.mean, spreads[name])} "
                 f"since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
             )
     return {alarm: "; ".join(parts) for alarm, parts in said.items()}

@@ -39,7 +39,7 @@ from g2rpo.core.files import (
     writing,
 )
 from g2rpo.core.plain import as_json, read_as, read_lines_as
-from g2rpo.train.monitor.scores import read_scores
+from g2rpo.train.evaluation.heldout import read_scores
 from g2rpo.train.run.checkpoint import checkpoints, newest_iteration
 from g2rpo.train.run.lock import enter_fresh, held
 from g2rpo.train.run.records import PlannedAndMeasured, RunResults, Start, read_log, started
@@ -247,7 +247,7 @@ class Run(RunFiles):
     def read_scores(
         self, iteration: int, names: Collection[str], count: int | None = None
     ) -> dict[str, Tensor]:
-        """The held-out scores [N] after an iteration, by reward (`train.monitor.scores.read_scores`)."""
+        """The held-out scores [N] after an iteration, by reward (`train.evaluation.heldout.read_scores`)."""
         return read_scores(self.scores(iteration), names, count)
 
     def read_results(self) -> RunResults | None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 import g2rpo
+from g2rpo.core.data import Row
 from g2rpo.core.devices import name_of_device
 from g2rpo.core.errors import counted, refuse, shown
 from g2rpo.core.files import in_bytes
-from g2rpo.core.plain import Count, Figure, Iteration, Number, read_lines_as
+from g2rpo.core.plain import Count, Iteration, Number, read_lines_as
+from g2rpo.core.statistics import Comparison
 
 
 class Start(BaseModel):
@@ -68,20 +69,11 @@ def source_commit(root: Path) -> str | None:
     return None if commit is None else commit[1].decode() + dirty
 
 
-class Compared(BaseModel):
-    """One reward on the held-out prompts (`core.statistics.Comparison`)."""
-
-    base: Figure
-    tuned: Figure
-    error: Figure
-    count: Annotated[int, Field(ge=0)] | None = None
-    spread: Figure = math.nan
-
-
-class Right(Compared):
+@dataclass(frozen=True)
+class Right(Comparison):
     """The share of right pictures, what these do, and the least scores that they have."""
 
-    least: dict[str, Number] = {}
+    least: dict[str, Number] = field(default_factory=dict)
     in_words: Annotated[str, Field(min_length=1)] = "Right on {} prompts"
 
 
@@ -95,7 +87,7 @@ class Spread(BaseModel):
 class RunResults(BaseModel):
     iteration: Iteration
     prompts: Count | None = None
-    rewards: dict[str, Compared]
+    rewards: dict[str, Comparison]
     right: Right | None = None
     diversity: Spread | None = None
     diversity_right: Spread | None = None
@@ -118,9 +110,6 @@ class PlannedAndMeasured:
         )
         return f"{self.seconds:.3g} s an iteration ({self.measured_seconds:.3g} s measured), {in_bytes(self.memory)}{peak}"
 
-
-if TYPE_CHECKING:
-    from g2rpo.core.data import Row
 
 FIRST_LOOK = 1 / 12
 """The share of `evaluation.every_minutes` after which the first evaluation is made, for an early

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from g2rpo.core.errors import counted, refuse
 from g2rpo.core.plain import Count, Figure, Section
-from g2rpo.core.statistics import Interval, group_std, interval
+from g2rpo.core.statistics import RIGHT, Interval, fixed, paired, percent
 from g2rpo.train.evaluation.controls import TUNED, Control
+from g2rpo.train.evaluation.sampler import utility
 
 CHOSEN_FROM = (2, 4, 8, 16)
-RIGHT = "right pictures"
-"""A name beside those of rewards: the share of right pictures."""
 ControlScores = Mapping[str, Tensor]
 """Values [N] of N prompts, by reward or `RIGHT`."""
 
@@ -54,6 +53,9 @@ class Way(Section):
             else ""
         )
         return f"{counted(self.evaluations, 'network evaluation')}{readings} a picture"
+
+    def mean_in_words(self, name: str) -> str:
+        return percent(self.means[name]) if name == RIGHT else fixed(self.means[name], 3)
 
 
 class Controls(Section):
@@ -131,10 +133,8 @@ def against_controls(
             evaluations=evaluations,
             readings=readings,
             means={of: float(values.double().nanmean()) for of, values in scores.items()},
-            changes={of: _change(of, base[of], values) for of, values in scores.items()},
-            leads={}
-            if tuned is None
-            else {of: _change(of, values, tuned[of]) for of, values in scores.items()},
+            changes=_changes(base, scores),
+            leads={} if tuned is None else _changes(scores, tuned),
         )
 
     ways = [way("base", "base", num_steps, base)]
@@ -158,23 +158,11 @@ def against_controls(
     return Controls(prompts=len(next(iter(base.values()))), ways=ways)
 
 
-def _change(name: str, before: Tensor, after: Tensor) -> Interval:
-    """From `before` to `after`, values of one name by prompt."""
-    found, start = interval(after - before), float(before.double().nanmean())
-    return found.within(0.0 - start, 1 - start) if name == RIGHT else found
-
-
-def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """What pictures [N, S] are chosen by: the weighted sum of their trained rewards, each as its
-    deviation from the prompt's mean in units of its standard deviation within a prompt. A missing
-    score counts as the mean."""
-    total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float64)
-    for name, weight in weights.items():
-        values = scores[name].double()
-        deviation = (values - values.nanmean(-1, keepdim=True)).nan_to_num()
-        spread = group_std(values).square().nanmean().sqrt()
-        total += weight * deviation / (spread if spread > 0 else 1.0)
-    return total
+def _changes(before: ControlScores, after: ControlScores) -> dict[str, Interval]:
+    return {
+        name: paired(values, after[name], share=name == RIGHT).change
+        for name, values in before.items()
+    }
 
 
 def expected_of_best(by: Tensor, of: Tensor, n: int) -> Tensor:
@@ -199,94 +187,45 @@ def told(found: Controls, trained: Sequence[str]) -> list[str]:
     return [RIGHT] if RIGHT in found.best else list(trained)
 
 
-def in_words(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
+def in_words(found: Controls, names: Sequence[str]) -> list[str]:
     """A sentence for each of `names`: what the tuned model reaches, and whether that is clearly more
-    than the base with its best sampler settings and as the best of several, on the same prompts;
-    means over runs."""
-    return [_sentence(found, name) for name in names if all(name in one.best for one in found)]
+    than the base with its best sampler settings and as the best of several, on the same prompts."""
+    return [_sentence(found, name) for name in names if name in found.best]
 
 
-def in_figures(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
-    """What these cost, and how the tuned model is with its control."""
+def in_figures(found: Controls, names: Sequence[str]) -> list[str]:
+    """What these cost, and that the tuned model is better with its control, where that is clear."""
     said = []
     for name in names:
-        kinds = [one.best for one in found], [one.best_of for one in found]
-        said += [
-            _price_of(found, [best[name] for best in kind])
-            for kind in kinds
-            if all(name in best for best in kind)
-        ]
-        said += _with_tuned_control(found, name)
+        for way in (best[name] for best in (found.best, found.best_of) if name in best):
+            instead = f"{way.price} instead of {found.ways[0].evaluations}"
+            said.append(f"{way.name[0].upper()}{way.name[1:]}: {instead}.")
+        for way in found.of("tuned knob"):
+            if way.leads[name].sign < 0:
+                by = "" if name == RIGHT else f" in {name}"
+                reached = f"the tuned model reaches {way.mean_in_words(name)}{by}"
+                said.append(f"Sampled with {TUNED} {reached}.")
     return list(dict.fromkeys(said))
 
 
-def _sentence(found: Sequence[Controls], name: str) -> str:
-    knobs = [one.best[name] for one in found]
-    several = [one.best_of[name] for one in found if name in one.best_of]
-    tuned = _mean_over([way for one in found for way in one.of("tuned")], name)
-    start = f"{tuned} are right" if name == RIGHT else f"{name} is {tuned}"
+def _sentence(found: Controls, name: str) -> str:
+    knob, several, (tuned,) = found.best[name], found.best_of.get(name), found.of("tuned")
+    reached = tuned.mean_in_words(name)
+    start = f"{reached} are right" if name == RIGHT else f"{name} is {reached}"
     chosen = (
-        f" and {_mean_over(several, name)} as the {several[0].name} pictures ({_lead_over(several, name)})"
+        f" and {several.mean_in_words(name)} as the {several.name} pictures ({_lead_over(several, name)})"
         if several
         else ""
     )
     return (
-        f"On {found[0].prompts} of these prompts {start} after training, without it {_mean_over(knobs, name)} with "
-        f"the best sampler settings ({_named(knobs)}; {_lead_over(knobs, name)}){chosen}."
+        f"On {found.prompts} of these prompts {start} after training, without it {knob.mean_in_words(name)} with "
+        f"the best sampler settings ({knob.name}; {_lead_over(knob, name)}){chosen}."
     )
 
 
-def _lead_over(best: Sequence[Way], name: str) -> str:
-    """Whether the tuned model is clearly ahead of the best ways of a kind, by run, and its lead."""
-    leads = [way.leads[name] for way in best]
-    means = [lead.mean for lead in leads]
-    low, high = (leads[0].low, leads[0].high) if len(leads) == 1 else (min(means), max(means))
-    judged, ends = "too few prompts to tell", ""
-    if math.isfinite(low):
-        judged = (
-            "training gained more"
-            if low > 0
-            else "training gained less"
-            if high < 0
-            else "no clear difference"
-        )
-        ends = f", {_lead(low, name)} to {_lead(high, name)}" + (
-            f" over {len(leads)} seeds" if len(leads) > 1 else ""
-        )
-    points = " points" if name == RIGHT else ""
-    return f"{judged}: {_lead(sum(means) / len(means), name)}{points}{ends}"
-
-
-def _price_of(found: Sequence[Controls], best: Sequence[Way]) -> str:
-    """The price of the best ways of a kind, by run."""
-    price = " or ".join(dict.fromkeys(way.price for way in best))
-    way = _named(best)
-    return f"{way[0].upper()}{way[1:]}: {price} instead of {found[0].ways[0].evaluations}."
-
-
-def _with_tuned_control(found: Sequence[Controls], name: str) -> list[str]:
-    """That the tuned model is better with its control; nothing where that is not clear."""
-    ways = [way for one in found for way in one.of("tuned knob")]
-    if not ways or not all(way.leads[name].high < 0 for way in ways):
-        return []
-    by = "" if name == RIGHT else f" in {name}"
-    return [f"Sampled with {TUNED} the tuned model reaches {_mean_over(ways, name)}{by}."]
-
-
-def _named(ways: Sequence[Way]) -> str:
-    return " or ".join(dict.fromkeys(way.name for way in ways))
-
-
-def _mean_over(ways: Sequence[Way], name: str) -> str:
-    """The mean of these ways, one of each run."""
-    return _value(sum(way.means[name] for way in ways) / len(ways), name)
-
-
-def _value(value: float, name: str) -> str:
-    return f"{100 * value:.0f}\N{NO-BREAK SPACE}%" if name == RIGHT else f"{value:.3f}"
-
-
-def _lead(value: float, name: str) -> str:
-    return (f"{100 * value:+.0f}" if name == RIGHT else f"{value:+.3f}").replace(
-        "-", "\N{MINUS SIGN}"
-    )
+def _lead_over(way: Way, name: str) -> str:
+    """Whether the tuned model is clearly ahead of this way, and its lead."""
+    lead = way.leads[name]
+    judged = {1: "training gained more", -1: "training gained less", 0: "no clear difference"}
+    clear = judged[lead.sign] if math.isfinite(lead.low) else "too few prompts to tell"
+    return f"{clear}: {lead.in_words(name == RIGHT)}"

@@ -7,7 +7,7 @@ import torch
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.train.monitor import scores
+from g2rpo.train.evaluation import heldout as scores
 from tests.support.tolerances import EXACT
 
 NAN = math.nan

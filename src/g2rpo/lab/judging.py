@@ -14,32 +14,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from g2rpo.config.schema import CacheFolder, Steps
 from g2rpo.core.data import Row
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.files import Inside, digest_of, write_whole
 from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import Count, as_json, read_as
-from g2rpo.core.statistics import interval
+from g2rpo.core.statistics import interval, paired
 from g2rpo.core.types import Policy, Reward
+from g2rpo.lab.untrained import Controls, against_controls
 from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, TUNED, Control
-from g2rpo.train.evaluation.heldout import Evaluation
-from g2rpo.train.evaluation.sampler import Drawing
-from g2rpo.train.evaluation.untrained import RIGHT, Controls, against_controls
-from g2rpo.train.monitor.pictures import clip_of, seconds_of
-from g2rpo.train.monitor.scores import (
+from g2rpo.train.evaluation.heldout import (
+    SHOWN,
+    Evaluation,
     Scored,
     picture_of,
+    read_picture,
     right_of,
-    save_pictures,
-    save_rows,
     score_rows,
     scores_of,
+    values_of,
 )
+from g2rpo.train.evaluation.sampler import Drawing
+from g2rpo.train.evaluator import Evaluator
+from g2rpo.train.monitor.pictures import clip_of, read_clip, seconds_of
 
 Side = Literal["base", "control", "tuned", "tuned control"]
 
@@ -80,6 +83,11 @@ class JudgingConfig(Drawing):
     """Digests of the prompts, weights and model named above."""
 
 
+SWEEP_MAY_CHANGE = ("policy.device", "cache")
+"""Settings that a resumed evaluation may change."""
+AGAIN = "finished chunks are kept, and the same command goes on after them"
+
+
 class JudgedSteps(Scored):
     """A row of an evaluation: a picture's file, and how it was made."""
 
@@ -89,10 +97,6 @@ class JudgedSteps(Scored):
     side: Side
     steps: Steps
     control: str | None = None
-
-
-SWEEP_MAY_CHANGE = ("policy.device", "cache")
-"""Settings that a resumed evaluation may change."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,14 @@ class Chunk:
         return f"steps_{self.steps:03d}_{self._whose}_{self.start:06d}"
 
     @property
-    def folder(self) -> str:
+    def folder(self) -> Path:
         """The folder of its pictures in the evaluation's."""
-        return f"pictures/steps_{self.steps:03d}/{self._whose}"
+        return Path("pictures", f"steps_{self.steps:03d}", self._whose)
 
-    def picture(self, index: int) -> str:
-        """The path of a prompt's picture (of a clip the middle frame, beside the clip)."""
-        return str(picture_of(Path(self.folder), index))
+    @property
+    def places(self) -> range:
+        """Those of its prompts."""
+        return range(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -145,18 +150,27 @@ class EvaluationDirectory:
         """Whether the results are not written yet."""
         return not self.results.is_file()
 
+    def scores(self, chunk: Chunk) -> Path:
+        """Those of a finished chunk."""
+        return self.chunks / f"{chunk.name}.json"
+
     def grid(self, steps: int) -> Path:
         """The first pictures with so many steps."""
         return self.path / f"grid_steps_{steps:03d}.png"
 
 
-@dataclass
-class Judging:
-    """The evaluation that `config` describes, of `prompts`, in `directory`."""
+@dataclass(kw_only=True)
+class Judging(Evaluator):
+    """The evaluation that `config` describes, of `prompts`, and its files."""
 
     config: JudgingConfig
-    prompts: Sequence[str]
-    directory: Path
+    files: EvaluationDirectory
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        with placed(f"{self.files.path}: cannot be written (", OSError, after=f"); {AGAIN}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield
 
     @property
     def sides(self) -> list[Side]:
@@ -165,26 +179,30 @@ class Judging:
         return ["base", *tuned] if self.config.base or self.config.controls or not tuned else tuned
 
     @property
-    def chosen_by(self) -> list[str]:
-        """The rewards that choose the best of several draws."""
-        return [name for name in self.config.rewards if name in self.config.trained] or list(
-            self.config.rewards
-        )
+    def steps(self) -> list[int]:
+        return sorted({*self.config.steps})
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the rewards that choose the best of several draws."""
+        entries = self.config.rewards
+        chosen_by = [name for name in entries if name in self.config.trained] or entries
+        return {name: entries[name].weight for name in chosen_by}
 
     def chunks(self) -> list[Chunk]:
         """All chunks, the base's first, because loading tuned weights may replace the base's."""
-        c, count = self.config, len(self.prompts)
-        plain: dict[Side, list[tuple[int, Control]]] = {
-            side: [(steps, NO_CONTROL) for steps in sorted(set(c.steps))] for side in self.sides
-        }
-        turned = [(control.steps or min(c.steps), control) for control in c.controls]
-        both: dict[Side, list[tuple[int, Control]]] = {"base": [], "control": turned, **plain}
-        if c.controls and "tuned" in both:
-            both["tuned control"] = [(min(c.steps), TUNED)]
+        c, count, least = self.config, len(self.prompts), self.steps[0]
+        turned = [(control.steps or least, control) for control in c.controls]
+        asked: list[tuple[Side, int, Control]] = [
+            (side, steps, NO_CONTROL) for side in self.sides for steps in self.steps
+        ]
+        last = len(self.steps) if "base" in self.sides else 0
+        asked[last:last] = [("control", *each) for each in turned]
+        if c.controls and "tuned" in self.sides:
+            asked.append(("tuned control", least, TUNED))
         return [
             Chunk(side, steps, start, min(start + c.batch_size, count), control)
-            for side, settings in both.items()
-            for steps, control in settings
+            for side, steps, control in asked
             for start in range(0, count, c.batch_size)
         ]
 
@@ -211,69 +229,61 @@ class Judging:
             if chunk.side.startswith("tuned") and not tuned:
                 use_weights()
                 tuned = True
-            prompts = self.prompts[chunk.start : chunk.stop]
-            sampler = self.config.sampler(policy, chunk.steps)
-            weights = {name: self.config.rewards[name].weight for name in self.chosen_by}
-            evaluation = sampler.best(
-                prompts,
+            evaluation = self.config.sampler(policy, chunk.steps).best(
+                self.prompts[chunk.start : chunk.stop],
                 rewards,
-                weights,
+                self.weights,
                 first=chunk.start,
                 control=chunk.control,
                 kept=to_uint8,
             )
-            self._store(chunk, evaluation, policy)
-            advance(chunk.stop - chunk.start)
+            self._store(chunk, evaluation, seconds_of(policy, evaluation.images.shape[1]))
+            advance(len(chunk.places))
 
-    def rows(self, *sides: Side) -> Iterator[Row]:
-        """One row per picture of a complete evaluation, or of some of its sides: its file, prompt,
-        index, seed, side, steps and scores."""
+    def rows(self, **of: Any) -> list[Row]:
+        """A row for each picture of a complete evaluation, or for those that have these values: its
+        file, prompt, index, seed, side, steps and scores."""
+        found = []
         for chunk in self.chunks():
-            if sides and chunk.side not in sides:
-                continue
-            rows = self._finished(chunk)
-            if rows is None:
-                raise ValueError(f"{self.directory}: {chunk.name} is not finished")
-            yield from rows
+            if (rows := self._finished(chunk)) is None:
+                raise ValueError(f"{self.files.path}: {chunk.name} is not finished")
+            found += rows
+        return [row for row in found if all(row.get(key) == value for key, value in of.items())]
 
     def results(self) -> list[Row]:
         """Per step count and reward the means of base and tuned (those evaluated), and of their
         paired change, with intervals."""
-        rows, table = list(self.rows()), []
-        for steps in sorted(set(self.config.steps)):
+        rows, table = self.rows(), []
+        for steps in self.steps:
             scores = {side: scores_where(rows, side=side, steps=steps) for side in self.sides}
             for name in self.config.rewards:
                 of = {side: by_name[name] for side, by_name in scores.items()}
-                line: Row = {
-                    "steps": steps,
-                    "reward": name,
-                    **{side: interval(own) for side, own in of.items()},
-                }
+                line: Row = {"steps": steps, "reward": name}
+                line |= {side: interval(own) for side, own in of.items()}
                 if len(of) == 2:
-                    line["change"] = interval(of["tuned"] - of["base"])
+                    line["change"] = paired(of["base"], of["tuned"]).change
                 table.append(line)
         return table
 
     def controls(self) -> Controls:
         """`against_controls` at the smallest of `steps`."""
-        c, rows = self.config, list(self.rows())
-        at, tuned = min(c.steps), "tuned" in self.sides
-        base = scores_where(rows, side="base", steps=at)
+        rows, at, tuned = self.rows(), self.steps[0], "tuned" in self.sides
+        turned = {
+            control: scores_where(rows, side="control", control=str(control))
+            for control in self.config.controls
+        }
         return against_controls(
-            {
-                control: scores_where(rows, side="control", control=str(control))
-                for control in c.controls
-            },
-            base,
+            turned,
+            scores_where(rows, side="base", steps=at),
             at,
-            {name: c.rewards[name].weight for name in self.chosen_by},
+            self.weights,
             scores_where(rows, side="tuned", steps=at) if tuned else None,
             scores_where(rows, side="tuned control") if tuned else None,
         )
 
     def write_results(self) -> Path:
         """Writes results.json and pictures.jsonl; returns the path of the former."""
-        c = self.config
+        c, path = self.config, self.files.results
         report: Row = {
             "model": c.policy.path,
             "weights": c.weights,
@@ -284,72 +294,68 @@ class Judging:
         }
         if c.controls:
             report["controls"] = self.controls().model_dump(mode="json")
-        files = EvaluationDirectory(self.directory)
-        with self._writing():
-            save_rows(files.pictures, self.rows())
-            write_whole(files.results, as_json(report, 1).encode())
-        return files.results
+        self.keep_scores(self.files.pictures, self.rows())
+        with self.writing(path):
+            write_whole(path, as_json(report, 1).encode())
+        return path
+
+    def save_grid(self, steps: int) -> None:
+        """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with
+        scores, one row per side."""
+        shown, seconds = range(min(SHOWN, len(self.prompts))), 0.0
+        sides: dict[str, Evaluation] = {}
+        for side in self.sides:
+            rows = [row for row in self.rows(side=side, steps=steps) if row["index"] in shown]
+            files = [self.files.path / row["picture"] for row in rows]
+            if (first := clip_of(files[0])).is_file():
+                seconds = read_clip(first)[1]
+            images = torch.stack([_read(file) for file in files])
+            prompts = tuple(self.prompts[place] for place in shown)
+            sides[side] = Evaluation(prompts, images, scores_of(rows), right_of(rows))
+        count, taken = counted(len(self.prompts), "prompt"), counted(steps, "step")
+        note = f"The first {len(shown)} of {count}, in their order; from the same noise; {taken}."
+        self.draw_grid(self.files.grid(steps), sides, self.config.rewards, note, seconds)
 
     def _finished(self, chunk: Chunk) -> list[Row] | None:
         """The rows of a chunk; None if it is not finished, or one of its pictures is gone."""
-        path = self._scores(chunk)
+        path = self.files.scores(chunk)
         if not path.is_file():
             return None
         try:
             rows = read_as(list[JudgedSteps], path)
         except UserError:  # damaged: the chunk is repeated
             return None
-        pictures = [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
+        pictures = [str(picture_of(chunk.folder, index)) for index in chunk.places]
         files = [file for row in rows for file in (row.picture, row.clip) if file is not None]
         whole = [row.picture for row in rows] == pictures and all(
-            (self.directory / file).is_file() for file in files
+            (self.files.path / file).is_file() for file in files
         )
         return [row.model_dump(exclude_unset=True) for row in rows] if whole else None
 
-    def _store(self, chunk: Chunk, evaluation: Evaluation, policy: Policy) -> None:
-        """Writes pictures, clips and, last, their scores, which marks the chunk as finished."""
-        moving = evaluation.images.ndim == 5
-        rows = [
-            {
-                "picture": (picture := chunk.picture(row["index"])),
-                **({"clip": str(clip_of(Path(picture)))} if moving else {}),
-                **row,
-                "seed": self.config.seed,
-                "side": chunk.side,
-                "steps": chunk.steps,
-                **({"control": str(chunk.control)} if chunk.control != NO_CONTROL else {}),
-            }
-            for row in score_rows(
-                evaluation.prompts, evaluation.scores, evaluation.right, chunk.start
-            )
-        ]
-        with self._writing():
-            indices = range(chunk.start, chunk.stop)
-            seconds = seconds_of(policy, evaluation.images.shape[1])
-            save_pictures(self.directory / chunk.folder, evaluation.images, indices, seconds)
-            scores = self._scores(chunk)
-            scores.parent.mkdir(exist_ok=True)
-            write_whole(scores, as_json(rows).encode())
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turns disk errors into `UserError`."""
-        try:
-            yield
-        except OSError as error:
-            again = "finished chunks are kept, and the same command goes on after them"
-            raise UserError(
-                f"{self.directory}: cannot be written ({error.strerror}); {again}"
-            ) from error
-
-    def _scores(self, chunk: Chunk) -> Path:
-        return EvaluationDirectory(self.directory).chunks / f"{chunk.name}.json"
+    def _store(self, chunk: Chunk, evaluation: Evaluation, seconds: float) -> None:
+        """Writes pictures, clips of so many seconds and, last, their scores, which marks the chunk
+        as finished."""
+        found, rows = evaluation, []
+        for row in score_rows(found.prompts, found.scores, found.right, chunk.start):
+            picture = picture_of(chunk.folder, row["index"])
+            clip = {"clip": str(clip_of(picture))} if found.images.ndim == 5 else {}
+            how = {"seed": self.config.seed, "side": chunk.side, "steps": chunk.steps}
+            own = {} if chunk.control == NO_CONTROL else {"control": str(chunk.control)}
+            rows.append({"picture": str(picture), **clip, **row, **how, **own})
+        self.keep(self.files.path / chunk.folder, found.images, chunk.places, seconds)
+        path = self.files.scores(chunk)
+        with self.writing(path):
+            write_whole(path, as_json(rows).encode())
 
 
 def scores_where(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
     """Scores [N] by reward of the rows that have these values, in float64, and the verdicts where
     rewards define right pictures."""
     chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
-    right = right_of(chosen)
-    found = scores_of(chosen) | ({} if right is None else {RIGHT: right})
-    return {name: values.double() for name, values in found.items()}
+    return {name: values.double() for name, values in values_of(chosen).items()}
+
+
+def _read(path: Path) -> Tensor:
+    again = "); delete it and the same command paints it again"
+    with placed(f"{path}: is damaged (", OSError, ValueError, after=again):
+        return read_picture(path)
