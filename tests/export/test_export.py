@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
 from g2rpo.core.errors import UserError
-from g2rpo.lab.check_model import load_saved
 from g2rpo.lab.export import EXPORT_FORMATS, merge
-from g2rpo.lab.tuned_weights import final, transformer_folder
+from g2rpo.lab.tuned_weights import final, load_saved, transformer_folder
 from g2rpo.models import hub, load
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS

@@ -10,8 +10,8 @@ from g2rpo.core.noise import generator_for
 from g2rpo.lab.export import names_for, tensors_for
 from g2rpo.models.adapters import CONFIG, PREFIX, Adapter, endings, write_tensors
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.pipelines import loader_of
 from g2rpo.models.spec import parameters_of
-from g2rpo.models.tuning import loader_of
 from tests.support.policies import guided_by, make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.tolerances import network

@@ -42,16 +42,6 @@ def window(
     return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained)
 
 
-def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Plan:
-    """Every step but the last is stochastic and trained. With `noisy_last_step` the last is
-    stochastic as well, else the ODE's; its noise stays in the image, and its density is too narrow
-    to train on."""
-    last = num_steps - 1
-    if noisy_last_step:
-        return window(0, num_steps, num_steps, shared_noise, tuple(range(last)))
-    return window(0, last, num_steps, shared_noise)
-
-
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
     """The common part. The fields are hyper-parameters; class attributes are what defines an
@@ -78,6 +68,17 @@ class GRPO(PolicyGradient):
     (`objectives.group_normalize`)."""
     population_std: ClassVar[bool] = False
     """Whether that is the population's std, plus 1e-4 (`objectives.mix_rewards`)."""
+    noisy_last_step: ClassVar[bool] = False
+    """Whether noise is added at the last step too, as the published samplers of Flow-GRPO do. It
+    stays in the image, and its density is too narrow to train on. On SD3's deployed grid
+    (sampling.shift=scheduler) it is negligible, on other grids it is visible in the pictures."""
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        """Every step but the last is stochastic and trained."""
+        last = num_steps - 1
+        if self.noisy_last_step:
+            return [window(0, num_steps, num_steps, self.shared_noise, tuple(range(last)))]
+        return [window(0, last, num_steps, self.shared_noise)]
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         return sde_kernel(flow_sde(sigmas, self.eta))
@@ -111,12 +112,6 @@ class FlowGRPO(GRPO):
     population_std: ClassVar[bool] = True
     drop_zero_advantages: ClassVar[bool] = True
     noisy_last_step: ClassVar[bool] = True
-    """Whether noise is added at the last step too, as the published samplers do. On SD3's deployed
-    grid (sampling.shift=scheduler) it is negligible, on other grids it is visible in the
-    pictures."""
-
-    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def kl_penalty(self, kl: Tensor, steps: TakenSteps) -> Tensor:
         """The published code's |mean - mean_base|^2 / (2 g^2). The paper's Eq. 14 is the KL itself,
@@ -150,9 +145,6 @@ class FlowCPS(GRPO):
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         return cps_kernel(self.eta)
-
-    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [window(0, num_steps - 1, num_steps, self.shared_noise)]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -204,10 +196,7 @@ class GRPOGuard(GRPO):
     correction: ClassVar[Literal["member", "batch"]] = "member"
     population_std: ClassVar[bool] = True
     drop_zero_advantages: ClassVar[bool] = True
-    noisy_last_step: ClassVar[bool] = True  # as Flow-GRPO's
-
-    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
+    noisy_last_step: ClassVar[bool] = True
 
     def log_ratio(self, steps: TakenSteps) -> Tensor:
         bias = (

@@ -74,7 +74,7 @@ def sample(
     from g2rpo.data.sources import read_prompts
     from g2rpo.lab.sample import sample as draw
     from g2rpo.lab.sample import sample_config
-    from g2rpo.train.run.folder import no_run
+    from g2rpo.train.run.lock import no_run
 
     words = prompts or []
     if model is None and words and not _is_run(words[0]):

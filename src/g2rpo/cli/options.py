@@ -111,7 +111,7 @@ def _as_setting(flag: str, given: Sequence[str], kind: Any) -> tuple[str, str]:
 def run_or_newest(run: Path | None, model: str | None) -> Path | None:
     """`run`; if neither that nor a model is named the newest in runs/, which is said."""
     from g2rpo.cli.output import console, say
-    from g2rpo.train.run.folder import newest_run
+    from g2rpo.train.run.lock import newest_run
 
     if run is not None or model is not None or (newest := newest_run()) is None:
         return run

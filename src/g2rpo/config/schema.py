@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import (
@@ -231,3 +231,33 @@ def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:
     if shift == "scheduler":
         return scheduler_grid(num_steps, policy.shift)
     return sigma_grid(num_steps, policy.shift if shift == "model" else float(shift))
+
+
+MAY_CHANGE = (
+    "trainer.iterations",
+    "trainer.checkpoint_every",
+    "trainer.checkpoint_minutes",
+    "trainer.keep_checkpoints",
+    "trainer.max_hours",
+    "trainer.micro_batch_size",
+    "trainer.sharding",
+    "trainer.shard_group",
+    "sampling.batch_size",
+    "sampling.decode_batch_size",
+    "policy.device",
+    # of these the contents are compared (`train.contents`)
+    "policy.path",
+    "policy.adapter",
+    "prompts.train",
+    "evaluation.prompts",
+    "evaluation.every_minutes",
+    "prompts.cache",
+    "trackers",
+    "recipe",
+    "alarms",  # none has an action of its own
+    "alarms.action",
+    *(f"alarms.{name}" for name in get_args(Alarm)),
+)
+"""Keys that a resumed run may change, because nothing already computed depends on them. Results to
+come change by rounding alone, but for two keys: `trainer.iterations` sets the length of
+`optim.decay=cosine`, and an alarm may end the run."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,12 @@ from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import Section
 from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.models.adapter_files import read_adapter
+from g2rpo.lab.tuned_weights import load_saved
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.load import load_pipeline
 from g2rpo.models.options import PolicyConfig
-from g2rpo.models.pipelines import cast
 from g2rpo.models.replay import ONE_TIME, guiding, opaque
 from g2rpo.models.spec import PipelineSpec
-from g2rpo.models.tuning import ADAPTER_FILE, loader_of
 from g2rpo.train.evaluation.sampler import Sampler
 
 TEXTS = ("a red circle", "two blue squares left of a circle")
@@ -196,13 +193,11 @@ def drawn_by(
             opened = read_inputs(prompts[rows[0]])
             changes["image"] = opened[0] if spec.most_pictures == 1 else opened
         scheduler.step = step
+        own_arguments = spec.arguments(
+            pipeline, options, rows=len(rows), guided=guided, steps=steps
+        )
         try:
-            made = pipeline(
-                **{
-                    **spec.arguments(pipeline, options, rows=len(rows), guided=guided, steps=steps),
-                    **changes,
-                }
-            )[0]
+            made = pipeline(**own_arguments | changes)[0]
         finally:
             del scheduler.step
         pictures.append(opaque(made.float()))
@@ -248,13 +243,8 @@ def checks(
     limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
     pipeline = load()
     with placed(""):  # a size that the model cannot draw is no fault of its description
-        kind.spec.check_size(
-            pipeline,
-            pipeline.transformer.config,
-            config.height,
-            config.width,
-            config.num_frames or 1,
-        )
+        size = config.height, config.width, config.num_frames or 1
+        kind.spec.check_size(pipeline, pipeline.transformer.config, *size)
     policy = kind(pipeline, config, device=device)
     del pipeline
     plain = (config.dtype, config.tuning, config.quantize) == ("bfloat16", "lora", "none")
@@ -306,11 +296,8 @@ def checks(
         v, _ = _velocity(policy, latents, here.expand(len(latents)), cond)
         latents = latents + (there - here) * v
     policy.save(folder)
-    loader = (
-        f"pipe.{policy.lora_loader}"
-        if config.tuning == "lora" and policy.lora_loader
-        else "from_pretrained, merged"
-    )
+    by_loader = config.tuning == "lora" and policy.lora_loader
+    loader = f"pipe.{policy.lora_loader}" if by_loader else "from_pretrained, merged"
     del policy, grids
     pipeline = load()
     load_saved(pipeline, folder, config.tuning)
@@ -336,22 +323,6 @@ def _as_the_pipeline(policy: DiffusersPolicy) -> Iterator[None]:
             yield
     finally:
         policy.options = before
-
-
-def load_saved(pipeline: Any, folder: Path, tuning: str) -> None:
-    """Loads saved weights into a plain pipeline, as the model card says."""
-    if tuning == "full":
-        tuned = type(pipeline.transformer).from_pretrained(folder)
-        cast(tuned, pipeline.transformer.dtype)
-        pipeline.transformer = tuned
-        return
-    if (loader := loader_of(pipeline)) is not None:
-        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER_FILE)
-        return
-    adapter = read_adapter(folder / ADAPTER_FILE)
-    for module in adapter.layers:  # as `g2rpo export --format merged`
-        weight = pipeline.transformer.get_submodule(module).weight
-        weight.data += adapter.delta(module).view_as(weight).to(weight)
 
 
 @torch.no_grad()
@@ -412,12 +383,8 @@ def _planned(policy: PolicyConfig) -> ModelCheck:
     """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
     try:
         config = load_config("scenes", []).model_copy(update={"policy": policy})
-        plan = make_plan(
-            config,
-            cuda=pick_device(policy.device) != "cpu",
-            heldout=1,
-            distinct_prompts=1,
-        )
+        cuda = pick_device(policy.device) != "cpu"
+        plan = make_plan(config, cuda=cuda, heldout=1, distinct_prompts=1)
     except UserError as error:
         return ModelCheck("plan", str(error), math.nan)
     what = "all weights" if policy.tuning == "full" else f"a LoRA of rank {policy.lora_rank}"

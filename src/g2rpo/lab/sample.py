@@ -25,6 +25,7 @@ from g2rpo.core.images import check_inputs, images_of, to_pil
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import EncodedPrompts
 from g2rpo.models.load import load_pipeline, load_weights
+from g2rpo.models.pipeline_files import check_weights
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
@@ -39,7 +40,6 @@ from g2rpo.train.monitor.pictures import (
     seconds_of,
 )
 from g2rpo.train.persistence import take_stored
-from g2rpo.train.run.folder import check_weights
 from g2rpo.train.run.lock import enter_fresh, held
 
 

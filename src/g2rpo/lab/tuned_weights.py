@@ -1,11 +1,13 @@
-"""The trained weights of a run: its final ones, or a checkpoint's. The base model is read only
-where a format needs it."""
+"""The trained weights of a run: its final ones, or a checkpoint's, and how a plain pipeline loads
+them. The base model is read only where a format needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
@@ -20,6 +22,7 @@ from g2rpo.models.blueprint import read_blueprint, trained_on_meta
 from g2rpo.models.load import find_pipeline
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import has_weights, read_file, weight_files
+from g2rpo.models.pipelines import cast, loader_of
 from g2rpo.models.sharding import Pieces
 from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.train.model_card import header_of
@@ -168,3 +171,19 @@ def _tensors_of_folder(folder: Path) -> dict[str, Tensor]:
     if wrong := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise UserError(f"{folder}: {wrong[0]} has values that are not finite (NaN or infinity)")
     return tensors
+
+
+def load_saved(pipeline: Any, folder: Path, tuning: str) -> None:
+    """Loads saved weights into a plain pipeline, as the model card says."""
+    if tuning == "full":
+        tuned = type(pipeline.transformer).from_pretrained(folder)
+        cast(tuned, pipeline.transformer.dtype)
+        pipeline.transformer = tuned
+        return
+    if (loader := loader_of(pipeline)) is not None:
+        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER_FILE)
+        return
+    adapter = read_adapter(folder / ADAPTER_FILE)
+    for module in adapter.layers:  # as `g2rpo export --format merged`
+        weight = pipeline.transformer.get_submodule(module).weight
+        weight.data += adapter.delta(module).view_as(weight).to(weight)

@@ -25,6 +25,7 @@ from g2rpo.models.pipelines import (
     check_options,
     choose_attention,
     deployed_shift,
+    loader_of,
     patch_area,
     place,
 )
@@ -45,7 +46,7 @@ from g2rpo.models.replay import (
 from g2rpo.models.sharding import Sharded
 from g2rpo.models.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, sizes_in
 from g2rpo.models.text import TextEncoders
-from g2rpo.models.tuning import Frozen, Full, LoRA, Tuning, loader_of, tuned
+from g2rpo.models.tuning import Frozen, Full, LoRA, Tuning, tuned
 
 
 class DiffusersPolicy(Policy):
@@ -216,7 +217,7 @@ class DiffusersPolicy(Policy):
 
     @property
     def lora_loader(self) -> str | None:
-        """What loads a saved adapter in plain diffusers (`tuning.loader_of`)."""
+        """What loads a saved adapter in plain diffusers (`pipelines.loader_of`)."""
         return loader_of(self.pipeline)
 
     def check_size(self, height: int, width: int) -> None:

@@ -11,11 +11,15 @@ from typing import Annotated, Any, TypeVar
 
 from huggingface_hub import hf_hub_download
 from pydantic import AfterValidator, BaseModel, Field
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import is_other, is_pointer
 from g2rpo.core.plain import parse_as, read_as, read_text
 from g2rpo.models import hub
+from g2rpo.models.adapter_names import common_peelings
 from g2rpo.models.lora_layers import check_targets
 from g2rpo.models.meta import on_meta
 
@@ -256,3 +260,47 @@ def caution(name: str, folder: str) -> str | None:
         f"policy.path={name}: is distilled to few steps. Users of other trainers report that RL blurs such models; "
         "tune the base model (docs/models.md)"
     )
+
+
+WEIGHT_FILES = ("pytorch_lora_weights.safetensors", "config.json")
+"""A folder of weights has one of these: of an adapter, or of a transformer."""
+
+
+def check_weights(path: Path) -> None:
+    """UserError for a path that cannot be tuned weights."""
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
+        what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
+        raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")
+    if path.is_dir() and not any((path / name).is_file() for name in WEIGHT_FILES):
+        raise UserError(
+            f"weights {path}: holds neither {' nor '.join(WEIGHT_FILES)}; of a run, name its adapter/ or transformer/"
+        )
+
+
+def is_adapter(file: Path) -> bool:
+    """Whether a file of weights holds an adapter, and no whole transformer."""
+    with safe_open(file, "pt") as tensors:
+        return any("lora" in name for name in tensors.keys())  # noqa: SIM118  no mapping
+
+
+def weights_of_file(file: Path, transformer: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a whole transformer's file, by its own names, without the prefixes that all of them have;
+    UserError for others."""
+    tensors = load_file(file)
+    own = {name: value.shape for name, value in transformer.state_dict().items()}
+    found = max(
+        (
+            dict(zip(names, tensors.values(), strict=True))
+            for names in common_peelings(list(tensors))
+        ),
+        key=lambda named: len(own.keys() & named.keys()),
+    )
+    lacks, others = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    differ = sorted(name for name in own.keys() & found.keys() if found[name].shape != own[name])
+    if lacks or others or differ:
+        such = ", ".join(names[0] for names in (lacks, others, differ) if names)
+        raise UserError(
+            f"{file}: is no {type(transformer).__name__} of this size in diffusers' names: {len(lacks)} of its {len(own)} "
+            f"tensors are missing, {len(others)} are unknown and {len(differ)} have another shape, such as {such}"
+        )
+    return found

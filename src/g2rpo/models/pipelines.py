@@ -255,3 +255,15 @@ def deployed_shift(scheduler: Any, tokens: int) -> float:
     )
     mu = config.base_shift + slope * (tokens - config.base_image_seq_len)
     return math.exp(mu) if config.time_shift_type == "exponential" else mu
+
+
+def loader_of(pipeline: Any) -> str | None:
+    """The method of a pipeline, or of a part of it, that loads a saved adapter in plain diffusers;
+    None: there is none, and a merged transformer is loaded."""
+    if "transformer" in getattr(pipeline, "_lora_loadable_modules", ()):
+        return "load_lora_weights"
+    return (
+        "transformer.load_lora_adapter"
+        if hasattr(pipeline.transformer, "load_lora_adapter")
+        else None
+    )

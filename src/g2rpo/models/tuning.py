@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_pointer
 from g2rpo.models.adapter_files import read_adapter
-from g2rpo.models.adapter_names import common_peelings
 from g2rpo.models.adapters import (
     ABOVE_KEY,
     CONFIG,
@@ -31,6 +28,7 @@ from g2rpo.models.adapters import (
 from g2rpo.models.comfyui import ComfyUI
 from g2rpo.models.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.models.options import PolicyConfig, TuningMode
+from g2rpo.models.pipeline_files import is_adapter, weights_of_file
 from g2rpo.models.pipelines import cast
 from g2rpo.models.quantized import is_quantized, quantize
 from g2rpo.models.sharding import Sharded
@@ -270,7 +268,7 @@ class Frozen:
             raise UserError(f"{path}: other tuned weights are loaded; build a new policy for these")
         if file.exists():
             refuse_pointer(file)
-        if file.is_file() and (path.is_dir() or _is_adapter(file)):
+        if file.is_file() and (path.is_dir() or is_adapter(file)):
             adapter = read_adapter(file, type(pipeline), transformer, names)
             check_fit(str(file), adapter, transformer)
             add_frozen(transformer, LOADED, adapter, torch.float32)
@@ -295,7 +293,7 @@ class Frozen:
         if getattr(transformer, "peft_config", None):
             transformer.unload_lora()
         if file.is_file():
-            weights = _fitting(transformer, file)
+            weights = weights_of_file(file, transformer)
         else:
             weights = type(transformer).from_pretrained(path, use_safetensors=True).state_dict()
         self._changed = True
@@ -379,46 +377,6 @@ def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in transformer.named_parameters()
         if parameter.requires_grad
     }
-
-
-def loader_of(pipeline: Any) -> str | None:
-    """The method of a pipeline, or of a part of it, that loads a saved adapter in plain diffusers;
-    None: there is none, and a merged transformer is loaded."""
-    if "transformer" in getattr(pipeline, "_lora_loadable_modules", ()):
-        return "load_lora_weights"
-    return (
-        "transformer.load_lora_adapter"
-        if hasattr(pipeline.transformer, "load_lora_adapter")
-        else None
-    )
-
-
-def _is_adapter(file: Path) -> bool:
-    with safe_open(file, "pt") as tensors:
-        return any("lora" in name for name in tensors.keys())  # noqa: SIM118  no mapping
-
-
-def _fitting(transformer: nn.Module, file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by the transformer's names, without the prefixes that all of them have;
-    UserError for others."""
-    tensors = load_file(file)
-    own = {name: value.shape for name, value in transformer.state_dict().items()}
-    found = max(
-        (
-            dict(zip(names, tensors.values(), strict=True))
-            for names in common_peelings(list(tensors))
-        ),
-        key=lambda named: len(own.keys() & named.keys()),
-    )
-    lacks, others = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
-    differ = sorted(name for name in own.keys() & found.keys() if found[name].shape != own[name])
-    if lacks or others or differ:
-        such = ", ".join(names[0] for names in (lacks, others, differ) if names)
-        raise UserError(
-            f"{file}: is no {type(transformer).__name__} of this size in diffusers' names: {len(lacks)} of its {len(own)} "
-            f"tensors are missing, {len(others)} are unknown and {len(differ)} have another shape, such as {such}"
-        )
-    return found
 
 
 def _twin(transformer: nn.Module) -> Any:

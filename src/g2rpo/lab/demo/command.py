@@ -20,7 +20,8 @@ from g2rpo.lab.demo.drawing import draw, trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check_demo, open_model, training_of, what_it_is
 from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs, summary_of
 from g2rpo.lab.serving import Address, needing_gradio
-from g2rpo.train.run.folder import Run, check_weights
+from g2rpo.models.pipeline_files import check_weights
+from g2rpo.train.run.folder import Run
 
 EXAMPLES = 4
 """Held-out prompts that are offered."""

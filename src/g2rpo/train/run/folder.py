@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from g2rpo.config import recipes
 from g2rpo.config.resolve import (
     absent_reward,
     allow_code,
@@ -23,7 +22,7 @@ from g2rpo.config.resolve import (
     read_yaml,
     resolve,
 )
-from g2rpo.config.schema import Alarm, Config
+from g2rpo.config.schema import MAY_CHANGE, Config
 from g2rpo.core import plugins
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import ALONE, World
@@ -41,40 +40,8 @@ from g2rpo.core.files import (
 from g2rpo.core.plain import as_json, read_as, read_lines_as
 from g2rpo.train.evaluation.heldout import read_scores
 from g2rpo.train.run.checkpoint import checkpoints, newest_iteration
-from g2rpo.train.run.lock import enter_fresh, held
+from g2rpo.train.run.lock import enter_fresh, held, no_run
 from g2rpo.train.run.records import PlannedAndMeasured, RunResults, Start, read_log, started
-
-MAY_CHANGE = (
-    "trainer.iterations",
-    "trainer.checkpoint_every",
-    "trainer.checkpoint_minutes",
-    "trainer.keep_checkpoints",
-    "trainer.max_hours",
-    "trainer.micro_batch_size",
-    "trainer.sharding",
-    "trainer.shard_group",
-    "sampling.batch_size",
-    "sampling.decode_batch_size",
-    "policy.device",
-    # of these the contents are compared (`train.contents`)
-    "policy.path",
-    "policy.adapter",
-    "prompts.train",
-    "evaluation.prompts",
-    "evaluation.every_minutes",
-    "prompts.cache",
-    "trackers",
-    "recipe",
-    "alarms",  # none has an action of its own
-    "alarms.action",
-    *(f"alarms.{name}" for name in get_args(Alarm)),
-)
-"""Keys that a resumed run may change, because nothing already computed depends on them. Results to
-come change by rounding alone, but for two keys: `trainer.iterations` sets the length of
-`optim.decay=cosine`, and an alarm may end the run."""
-
-LISTED = 5
-"""The most runs that a message names."""
 
 T = TypeVar("T")
 
@@ -397,34 +364,6 @@ class Run(RunFiles):
         return f"\nThe whole traceback is in {path}; {self.command} {begins}."
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """The runs that lie in a folder, the one that was written last at the end."""
-    found = [config.parent for config in folder.glob("*/config.yaml")]
-    return sorted(found, key=lambda run: run.stat().st_mtime)
-
-
-def newest_run() -> Path | None:
-    """Of the runs below runs/, for a command that names none."""
-    return next(reversed(runs_in(Path("runs"))), None)
-
-
-def no_run(path: str | Path) -> str:
-    """The message about a path that is no run: what it is, the runs that it holds, or the newest
-    one."""
-    found, newest = runs_in(Path(path))[-LISTED:], newest_run()
-    whole = [folder for folder in Path(path).parents if (folder / "config.yaml").is_file()]
-    others = ""
-    if found:
-        others = f"; it holds the runs {', '.join(map(str, found))}"
-    elif whole and Path(path).exists():
-        others = f"; it is a part of the run {whole[0]}"
-    elif str(path) in recipes.names():
-        others = f"; it is a recipe, and `g2rpo train {path}` makes a run"
-    elif newest is not None:
-        others = f"; the newest run is {newest}"
-    return f"{path} is no run directory (no config.yaml){others}"
-
-
 @contextmanager
 def entered(
     config: Config, run_dir: Path | None, resume: bool, notify: Callable[[str], None] = print
@@ -446,21 +385,6 @@ def entered(
             stack.enter_context(held(directory, notify))
             Run(directory).check(config, resume)  # unchanged since the last process released it
         yield directory
-
-
-WEIGHTS = ("pytorch_lora_weights.safetensors", "config.json")
-"""A folder of weights has one of these: of an adapter, or of a transformer."""
-
-
-def check_weights(path: Path) -> None:
-    """UserError for a path that cannot be tuned weights."""
-    if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
-        what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
-        raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")
-    if path.is_dir() and not any((path / name).is_file() for name in WEIGHTS):
-        raise UserError(
-            f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/"
-        )
 
 
 def _read_if_there(kind: type[T], path: Path, hint: str = "") -> T | None:

@@ -1,4 +1,5 @@
-"""Output folders: one process at a time in each, and fresh names for new ones."""
+"""Output folders: one process at a time in each, fresh names for new ones, and the runs that there
+are."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+from g2rpo.config import recipes
 from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import LOCK, is_empty, open_regular, remove_unfinished
 from g2rpo.core.plain import read_as
@@ -193,3 +195,35 @@ def _numbered(path: Path) -> Iterator[Path]:
     """PATH, PATH-2, PATH-3 ... without end."""
     yield path
     yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
+MOST_LISTED_RUNS = 5
+"""The most runs that a message names."""
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs that lie in a folder, the one that was written last at the end."""
+    found = [config.parent for config in folder.glob("*/config.yaml")]
+    return sorted(found, key=lambda run: run.stat().st_mtime)
+
+
+def newest_run() -> Path | None:
+    """Of the runs below runs/, for a command that names none."""
+    return next(reversed(runs_in(Path("runs"))), None)
+
+
+def no_run(path: str | Path) -> str:
+    """The message about a path that is no run: what it is, the runs that it holds, or the newest
+    one."""
+    found, newest = runs_in(Path(path))[-MOST_LISTED_RUNS:], newest_run()
+    whole = [folder for folder in Path(path).parents if (folder / "config.yaml").is_file()]
+    others = ""
+    if found:
+        others = f"; it holds the runs {', '.join(map(str, found))}"
+    elif whole and Path(path).exists():
+        others = f"; it is a part of the run {whole[0]}"
+    elif str(path) in recipes.names():
+        others = f"; it is a recipe, and `g2rpo train {path}` makes a run"
+    elif newest is not None:
+        others = f"; the newest run is {newest}"
+    return f"{path} is no run directory (no config.yaml){others}"
