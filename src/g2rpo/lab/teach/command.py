@@ -59,18 +59,16 @@ def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], 
     own = list(OVERRIDES)
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
-    guards = {
-        name: one.weight
-        for name, one in load_config(recipe, [*own, *overrides]).rewards.items()
-        if name != CLICKS and one.weight
+    config = load_config(recipe, [*own, *overrides], notify)
+    if named.keys() & {"rewards.clicks", "rewards.clicks.weight"}:
+        return config
+    guards = {name: one.weight for name, one in config.rewards.items() if name != CLICKS}
+    scale = GUARDED / (sum(guards.values()) or 1.0)
+    weighted = {
+        name: config.rewards[name].model_copy(update={"weight": float(f"{scale * weight:.4g}")})
+        for name, weight in guards.items()
     }
-    if not named.keys() & {"rewards.clicks", "rewards.clicks.weight"} and guards:
-        scale = GUARDED / sum(guards.values())
-        overrides = [
-            *overrides,
-            *(f"rewards.{name}.weight={scale * weight:.4g}" for name, weight in guards.items()),
-        ]
-    return load_config(recipe, [*own, *overrides], notify)
+    return config.model_copy(update={"rewards": {**config.rewards, **weighted}})
 
 
 @contextmanager
