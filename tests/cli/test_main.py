@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -114,9 +115,14 @@ def test_a_shell_completes_commands_options_and_recipes(typed, offered):
 
 
 def test_recipes_are_listed_and_explained(says):
-    lines = says("recipes").splitlines()
-    assert [line.split()[0] for line in lines] == recipes.names()
-    assert all(recipes.summary(line.split()[0]) in line for line in lines)
+    said, groups = says("recipes"), recipes.groups()
+    heads = [title for title in said.splitlines() if title in groups]
+    assert heads == list(groups) and set(groups[recipes.HERE]) == {"scenes", "scenes-fast", "words"}
+    for name in recipes.names():
+        assert re.search(rf"^{name} +{re.escape(recipes.summary(name))}", said, re.MULTILINE)
+    assert re.search(
+        r"^flux1-dev-evening .*\n +[\d.]+ GiB; .+ on an H100, rewards", said, re.MULTILINE
+    )
     assert "group_size: 12" in says("recipes scenes")
 
 

@@ -18,6 +18,7 @@ from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train.build import Request, build
 from g2rpo.train.run.records import FIRST_LOOK
+from tools.recipe_needs import needs_of
 
 ROOT = Path(__file__).parents[2]
 REAL = [
@@ -30,6 +31,17 @@ REAL = [
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_recipe_says_in_its_first_line_what_it_is(name):
     assert recipes.text(name).startswith("# ") and 20 < len(recipes.summary(name)) <= 110
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd35-medium-evening", "flux1-dev-hps"])
+def test_what_the_list_says_that_a_recipe_needs_is_what_is_planned(name):
+    """It is stored, for a plan takes seconds; `python -m tools.recipe_needs` writes it."""
+    assert vars(recipes.needs()[name]) == needs_of(name)
+
+
+def test_each_recipe_of_a_real_model_says_what_it_needs():
+    assert set(recipes.needs()) == set(REAL)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -69,8 +69,8 @@ def before_any_command(
 ) -> None:
     """Fine-tune an image generator with a reward: G²RPO and other algorithms for flow models.
 
-    Begin with `g2rpo train scenes-fast --run-dir runs/first`: a minute on a CPU, nothing to
-    download. Then `g2rpo report runs/first`. `g2rpo recipes` lists what else can be trained.
+    Begin with `g2rpo train words --run-dir runs/first`: minutes on a CPU, nothing to download.
+    Then `g2rpo report runs/first`. `g2rpo recipes` lists what else can be trained.
     """
     from g2rpo.core.plugins import allow
 

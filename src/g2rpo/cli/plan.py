@@ -12,7 +12,7 @@ from rich.table import Table
 
 from g2rpo.cli.output import say, warn
 from g2rpo.core.errors import UserError, counted
-from g2rpo.core.files import in_bytes
+from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import OnCard, PlanAnswer, on_cards
 from g2rpo.lab.plan.cards import CARDS
@@ -29,9 +29,10 @@ def planned_answer(
     device: str | None,
     ranks: tuple[int, int | None],
     cards: bool,
+    every: bool,
 ) -> tuple[Any, Callable[[Console], None]]:
     """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and
-    on a machine."""
+    on a machine; `every`: with tables."""
     if cards and device is not None:
         raise UserError("--cards is about every card; leave --device out")
     if cards:
@@ -40,46 +41,51 @@ def planned_answer(
     answered = answers.plan(
         recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1]
     )
-    return answered.plain(), partial(show_plan, answered)
+    return answered.plain(), partial(show_plan, answered, every)
 
 
-def show_plan(answer: PlanAnswer, console: Console) -> None:
-    """Prints an answer as tables."""
-    plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
-    several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
-    pictured = plan.model.shapes.cond.get("image_latents")
-    beside = f", {pictured[0]} of an input picture of a megapixel" if pictured else ""
-    tokens = f"{plan.model.shapes.image_tokens} image tokens{beside} and {plan.model.shapes.text_tokens} of text"
-    console.print(
-        f"[bold]{escape(answer.recipe)}[/] on {several}: a transformer of {_millions(plan.model.parameters)} parameters, "
-        f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
-        f"{policy.width}x{policy.height} pixels, {tokens}",
-        highlight=False,
-        soft_wrap=True,
+def show_plan(answer: PlanAnswer, every: bool, console: Console) -> None:
+    """Prints whether the run fits and how long it takes, what it is, and what the plan does not
+    know; with `every` the tables of work, memory and time."""
+    plan, policy = answer.plan, answer.plan.config.policy
+    _verdict(answer, console)
+    licence = "" if answer.licence is None else f"; {answer.licence}"
+    say(
+        console,
+        f"{answer.recipe}: {policy.path}, {_millions(plan.model.parameters)} parameters, "
+        f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}), "
+        f"{policy.width}x{policy.height}{licence}",
     )
-    if answer.licence is not None:
-        say(console, f"{policy.path}: {answer.licence}")
-    if plan.ranks > 1:
-        all_prompts = plan.ranks * plan.counts.prompts
-        console.print(
-            f"Below: one of {plan.ranks} ranks, with {plan.counts.prompts} of {all_prompts} prompts.",
-            highlight=False,
-        )
-    console.print(_work_table(plan))
-    console.print(_memory_table(plan, target))
     if answer.seconds:
-        console.print(_time_table(answer.seconds, plan.counts))
-        say(console, _after_ten_minutes(answer))
         say(console, _bought(answer))
     else:
         say(
             console,
-            f"Time on {target.name}: not planned, but told by `g2rpo train` after its first iteration; "
+            f"Time on {answer.target.name}: not planned, but told by `g2rpo train` after its first iteration; "
             "with --within 5m it stops in time. On GPUs: --cards, or --device rtx4090.",
         )
-    _verdict(answer, console)
+    if every:
+        _show_tables(answer, console)
     for note in answer.notes:
         warn(console, note)
+    if not every:
+        say(console, "--all shows work, memory and time in tables.")
+
+
+def _show_tables(answer: PlanAnswer, console: Console) -> None:
+    plan, shapes = answer.plan, answer.plan.model.shapes
+    pictured = shapes.cond.get("image_latents")
+    beside = f", {pictured[0]} of an input picture of a megapixel" if pictured else ""
+    say(console, f"{shapes.image_tokens} image tokens{beside} and {shapes.text_tokens} of text")
+    if plan.ranks > 1:
+        all_prompts = plan.ranks * plan.counts.prompts
+        own = f"{plan.counts.prompts} of {all_prompts} prompts"
+        say(console, f"Below: one of {plan.ranks} ranks, with {own}.")
+    console.print(_work_table(plan))
+    console.print(_memory_table(plan, answer.target))
+    if answer.seconds:
+        console.print(_time_table(answer.seconds, plan.counts))
+        say(console, _after_ten_minutes(answer))
 
 
 def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:
@@ -263,11 +269,16 @@ def _bought(answer: PlanAnswer) -> str:
 
 def _verdict(answer: PlanAnswer, console: Console) -> None:
     plan, target, alternative = answer.plan, answer.target, answer.alternative
-    need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
+    there = f"{in_bytes(plan.memory.needed)} of {in_bytes(target.capacity)}"
     if not target.cuda:
         there += ", this machine's RAM"
+    where = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
     if answer.fits:
-        console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
+        took = f", {planned(answer.seconds.run).replace(', ', ' (')})" if answer.seconds else ""
+        files = sum(plan.memory.files.values())
+        far = is_hub_id(plan.config.policy.path)
+        fetch = f"; {in_bytes(files)} to {in_bytes(2 * files)} to download" if far else ""
+        console.print(f"[green]It fits[/] {where}: {there}{took}{fetch}.", highlight=False)
         return
     holding = [key for key in CARDS if find_target(key).holds(plan)]
     each = (
@@ -275,7 +286,7 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
     )
     elsewhere = f"; it would on {', '.join(holding)}" if holding else f", and {each}"
     console.print(
-        f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.",
+        f"[bold red]It does not fit[/] {where}: {there}{elsewhere if target.cuda else ''}.",
         highlight=False,
     )
     if alternative is None:

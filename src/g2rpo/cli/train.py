@@ -123,6 +123,9 @@ def plan(
             help="Show for every known card whether the run fits, and with which settings.",
         ),
     ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also print the tables of work, memory and time.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
@@ -131,7 +134,7 @@ def plan(
     gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
     try:
         plain, show = planned_answer(
-            recipe, overrides or [], device, (ranks, ranks_per_node), cards
+            recipe, overrides or [], device, (ranks, ranks_per_node), cards, every
         )
     finally:
         gc.enable()
@@ -171,14 +174,28 @@ def recipes(
     from g2rpo.config import recipes as known
 
     if name is None:
-        column = max(map(len, known.names())) + 2
-        for each in known.names():
-            lines = textwrap.wrap(
-                known.summary(each), max(20, console.width - column), break_on_hyphens=False
-            )
-            console.print(
-                Text.assemble((f"{each:<{column}}", "bold"), f"\n{'':{column}}".join(lines)),
-                highlight=False,
-            )
+        _list_recipes()
     else:
         console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)
+
+
+def _list_recipes() -> None:
+    """Prints all recipes by where they run, each with what it needs."""
+    from g2rpo.cli.plan import duration
+    from g2rpo.config import recipes as known
+
+    column, needs = max(map(len, known.names())) + 2, known.needs()
+    for title, held in known.groups().items():
+        console.print(title, style="bold", highlight=False)
+        for each in held:
+            width = max(20, console.width - column)
+            lines = textwrap.wrap(known.summary(each), width, break_on_hyphens=False)
+            if (own := needs.get(each)) is not None:
+                cards = f"{own.cards} x " if own.cards > 1 else ""
+                rewards = f", rewards {own.rewards_gib:g} GiB" if own.rewards_gib else ""
+                hours = duration(3600 * own.hours)
+                on = f"{own.cards} H100" if own.cards > 1 else "an H100"
+                lines.append(f"{cards}{own.gib:g} GiB; {hours} on {on}{rewards}")
+            said = f"\n{'':{column}}".join(lines)
+            console.print(Text.assemble((f"{each:<{column}}", "bold"), said), highlight=False)
+    say(console, "Memory and hours are planned: `g2rpo plan RECIPE` has the whole.")

@@ -55,9 +55,10 @@ def test_the_sizes_of_what_is_downloaded_and_written(capsys):
 
 
 def test_a_plan_for_a_cpu_says_where_its_time_is_told(capsys, tiny_config):
-    out = " ".join(done(capsys, "plan", tiny_config, "policy.device=cpu").split())
+    out = " ".join(done(capsys, "plan", tiny_config, "policy.device=cpu", "--all").split())
     for words in (
-        "with --within 5m it stops in time. On GPUs: --cards, or --device rtx4090. It fits",
+        "with --within 5m it stops in time. On GPUs: --cards, or --device rtx4090.",
+        "It fits this machine's CPU",
         "download and disk: the files of the model",
     ):
         assert words in out
@@ -98,7 +99,7 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     model = f"policy.path={sd3_directory}", "policy.guidance_scale=4.5"
     drawn = "algorithm.branch_schedule=random", "trainer.iterations=5"
     two = "trainer.prompts_per_iteration=2"
-    out = done(capsys, "plan", tiny_config, *model, *drawn, two, "--device", "a100")
+    out = done(capsys, "plan", tiny_config, *model, *drawn, two, "--device", "a100", "--all")
     text = " ".join(out.split())
     assert "guidance takes two" in text and "by roofline" in text and "It fits" in text
     prompts, least, most, mean = map(

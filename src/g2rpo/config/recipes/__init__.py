@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from g2rpo.core.errors import UserError, did_you_mean
-from g2rpo.core.plain import parse_yaml
+from g2rpo.core.plain import parse_yaml, read_as
+
+NEEDS = Path(str(files(__name__))) / "needs.json"
+"""`Needs` by recipe (`tools.recipe_needs`)."""
+GROUPS = {24: "One GPU of 24 GB", 48: "One GPU of 48 GB", 80: "One GPU of 80 GB"}
+"""Titles of groups of recipes, by the memory of a card in GB."""
+HERE, SEVERAL = "Here: no GPU, nothing to download", "Several GPUs"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a recipe needs, as planned: GiB on each of so many `cards`, hours on H100s, and GiB of
+    rewards to download."""
+
+    cards: int
+    gib: float
+    hours: float
+    rewards_gib: float
 
 
 def names() -> list[str]:
@@ -33,3 +52,20 @@ def recipe_settings(name: str) -> dict[str, Any]:
 def summary(name: str) -> str:
     """The first comment line of a recipe."""
     return text(name).splitlines()[0].removeprefix("#").strip()
+
+
+def needs() -> dict[str, Needs]:
+    """By recipe; the embedded models need no GPU."""
+    return read_as(dict[str, Needs], NEEDS)
+
+
+def groups() -> dict[str, list[str]]:
+    """The recipes by where they run, the least demanding first."""
+    known = needs()
+    found: dict[str, list[str]] = {title: [] for title in (HERE, *GROUPS.values(), SEVERAL)}
+    for name in sorted(names(), key=lambda name: known[name].hours if name in known else 0):
+        own = known.get(name)
+        fitting = [title for size, title in GROUPS.items() if own and own.gib < size]
+        one = own is not None and own.cards == 1 and fitting
+        found[HERE if own is None else fitting[0] if one else SEVERAL].append(name)
+    return {title: held for title, held in found.items() if held}
