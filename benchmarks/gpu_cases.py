@@ -52,7 +52,7 @@ from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.kernels import RATES
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.models import attention, catalogue
+from g2rpo.models import catalogue, pipelines
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, size_of
 from g2rpo.models.embeddings import CachedEncoder
@@ -341,7 +341,7 @@ def model(found: Found, case: Case) -> None:
     refuse(faults_of_quantization(config.policy.quantize, config.policy.tuning))
     refuse(faults_of_autocast(config))
     refuse(
-        attention.faults_of_attention(config.policy.attention, pick_device(config.policy.device))
+        pipelines.faults_of_attention(config.policy.attention, pick_device(config.policy.device))
     )
     device, counts = torch.device(pick_device(config.policy.device)), count(config, 1)
     rows, passed = counts.largest(lambda it: it.calls), counts.largest(lambda it: it.passes)
@@ -716,7 +716,7 @@ def layouts(found: Found, case: Case) -> None:
     """Attention's gradients by kernel, off float32's, where the output's gradient is contiguous and
     where it is a slice.
 
-    The contiguous one comes first: see `g2rpo.models.attention.mixes_layouts`.
+    The contiguous one comes first: see `g2rpo.models.pipelines.mixes_layouts`.
     """
     device = torch.device(pick_device(case["device"]))
     # FLUX at 512x512
@@ -739,7 +739,7 @@ def layouts(found: Found, case: Case) -> None:
         )
 
     exact = gradients(SDPBackend.MATH, torch.float32, narrow)
-    for kind in set(KERNELS) & set(attention.attention_kinds(str(device))):
+    for kind in set(KERNELS) & set(pipelines.attention_kinds(str(device))):
         for layout, gradient in out.items():
             with found.step(f"{kind}, {layout}"):
                 off = map(relative, gradients(KERNELS[kind], torch.bfloat16, gradient), exact)

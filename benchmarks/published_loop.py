@@ -19,7 +19,7 @@ from g2rpo.core.data import Cond
 from g2rpo.core.flow import ode_step
 from g2rpo.core.types import Policy, Reward
 from g2rpo.rollout.scoring import score
-from g2rpo.train.stopwatch import Stopwatch
+from g2rpo.train.collector import Stopwatch
 
 Noise = Callable[..., torch.Generator]
 

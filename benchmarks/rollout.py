@@ -47,7 +47,7 @@ from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.train.stopwatch import Stopwatch
+from g2rpo.train.collector import Stopwatch
 
 NUM_STEPS = 16
 SWEEPS: dict[str, list[Any]] = {

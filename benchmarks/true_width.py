@@ -34,8 +34,7 @@ from g2rpo.models.blueprint import size_of
 from g2rpo.models.catalogue import flux
 from g2rpo.models.load import build_policy
 from g2rpo.models.options import Dtype, PolicyConfig
-from g2rpo.rewards.catalogue import build_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards
 from g2rpo.train.evaluation.sampler import Sampler
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.sample import SampleConfig, painter, sample_config, tune
 from g2rpo.models.load import load_pipeline, quiet_bars
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig
 from g2rpo.train.build import Request, build
 from g2rpo.train.evaluation.heldout import compare_evaluations
 from g2rpo.train.evaluation.sampler import Sampler

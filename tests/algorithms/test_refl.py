@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import ReFL
-from g2rpo.train.stopwatch import Stopwatch
+from g2rpo.train.collector import Stopwatch
 from tests.support.runs import trainer
 from tests.support.tolerances import near, rounding
 from tests.support.watched import Watched

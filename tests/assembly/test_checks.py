@@ -25,8 +25,7 @@ from g2rpo.models import hub, load
 from g2rpo.models.blueprint import read_blueprint, trained_on_meta
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import missing_parts
-from g2rpo.rewards.catalogue import find_reward
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, find_reward
 from g2rpo.train import checks
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check, check_policy

@@ -15,8 +15,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.models import load
 from g2rpo.models.catalogue import flux, sd3
 from g2rpo.models.options import PolicyConfig
-from g2rpo.rewards.catalogue import build_rewards, check_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards, check_rewards
 from g2rpo.train import checks
 from g2rpo.train.found import find
 

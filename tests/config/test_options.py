@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
-from g2rpo.rewards.catalogue import REWARDS
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import REWARDS, RewardConfig
 
 OPTIONS = """
 alarms: what a run does about hacking is its owner's choice

@@ -15,8 +15,7 @@ from g2rpo.config.resolve import codes_in
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_json
-from g2rpo.rewards.catalogue import build_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards
 from g2rpo.train.run.folder import Run
 from tests.support.commands import forget_code
 from tests.support.runs import config, mean, trainer

@@ -9,9 +9,8 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.noise import generator_for
-from g2rpo.models import attention
-from g2rpo.models.attention import BACKENDS, attention_kinds
-from g2rpo.models.pipelines import choose_attention
+from g2rpo.models import pipelines
+from g2rpo.models.pipelines import BACKENDS, attention_kinds, choose_attention
 from tests.support import policies
 from tests.support.commands import refused
 from tests.support.tolerances import network
@@ -101,10 +100,10 @@ def test_cudnn_is_refused_where_it_takes_one_gradient_layout_for_another(
     """Measured with torch 2.11.0: benchmarks/results/gpu_nvidia-h200_2026-11-26.json."""
     StaleLayout.strides.clear()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(attention, "sdpa_kernel", lambda _backend: contextlib.nullcontext())
-    assert attention.mixes_layouts(torch.device("cpu")) is wrong
-    monkeypatch.setattr(attention, "attention_kinds", lambda _device: ["auto", "cudnn"])
-    faults = list(attention.faults_of_attention("cudnn", "cpu"))
+    monkeypatch.setattr(pipelines, "sdpa_kernel", lambda _backend: contextlib.nullcontext())
+    assert pipelines.mixes_layouts(torch.device("cpu")) is wrong
+    monkeypatch.setattr(pipelines, "attention_kinds", lambda _device: ["auto", "cudnn"])
+    faults = list(pipelines.faults_of_attention("cudnn", "cpu"))
     assert len(faults) == wrong
     assert all("gradients are wrong; take auto or flash" in fault for fault in faults)
 

@@ -14,8 +14,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
 from g2rpo.lab.plan.answer import for_memory, overrides_of
 from g2rpo.lab.plan.models import cost_of_reward
-from g2rpo.rewards.catalogue import REWARDS, build_rewards, check_rewards, find_reward
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import REWARDS, RewardConfig, build_rewards, check_rewards, find_reward
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.contents import contents_of

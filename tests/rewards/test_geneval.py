@@ -20,10 +20,9 @@ from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil, to_uint8
-from g2rpo.rewards.catalogue import build_rewards, check_rewards
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards, check_rewards
 from g2rpo.rewards.geneval import Colours, GenEval, TransformersDetector
 from g2rpo.rewards.geneval_scoring import Detection, Task
-from g2rpo.rewards.options import RewardConfig
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
 from tests.support.pictures import noise

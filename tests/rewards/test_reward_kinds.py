@@ -13,8 +13,7 @@ from g2rpo.core.types import Frames, as_reward
 from g2rpo.lab import sample
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import FunctionReward
-from g2rpo.rewards.catalogue import build_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards
 from g2rpo.rollout.scoring import score
 from g2rpo.train.first_group import rounded
 from g2rpo.train.persistence import take_stored

@@ -9,8 +9,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import CallableReward, Frames
 from g2rpo.rewards.analytic import FunctionReward
-from g2rpo.rewards.catalogue import build_rewards, with_frames
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards, with_frames
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
 from tests.support.runs import brightness, config

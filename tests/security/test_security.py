@@ -27,8 +27,7 @@ from g2rpo.models.blueprint import read_blueprint
 from g2rpo.models.load import build_policy
 from g2rpo.models.meta import on_meta
 from g2rpo.models.options import PolicyConfig
-from g2rpo.rewards.catalogue import build_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
 from g2rpo.rewards.weights import read_state_dict

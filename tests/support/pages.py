@@ -26,8 +26,7 @@ from g2rpo.lab import evaluate
 from g2rpo.lab.compare import study as compare_arguments
 from g2rpo.lab.judging import JudgingConfig
 from g2rpo.lab.plan.plan import find_target
-from g2rpo.rewards.catalogue import check_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, check_rewards
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from g2rpo.data import testbed
-from g2rpo.data.testbed.detector import detect
 from g2rpo.data.testbed.rewards import SceneAccuracy, check_scene
 from g2rpo.data.testbed.scenes import (
     Group,
     Object,
     Scene,
+    detect,
     draw_scene,
     is_heldout,
     parse,

@@ -14,10 +14,10 @@ from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.noise import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.collector import Stopwatch
 from g2rpo.train.first_group import widest
 from g2rpo.train.listeners import Ask
 from g2rpo.train.run.checkpoint import checkpoints
-from g2rpo.train.stopwatch import Stopwatch
 from tests.support.runs import (
     asking,
     cut,

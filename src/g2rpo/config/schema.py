@@ -19,7 +19,7 @@ from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.plain import Count, Section
 from g2rpo.core.types import Policy
 from g2rpo.models.options import PolicyConfig
-from g2rpo.rewards.options import RewardTable
+from g2rpo.rewards.catalogue import RewardTable
 from g2rpo.rollout.tails import Tails
 
 Shift = PositiveFloat | Literal["model", "scheduler"]

@@ -32,8 +32,7 @@ from g2rpo.lab.sample import tune
 from g2rpo.models.blueprint import blueprint_of
 from g2rpo.models.load import find_pipeline, load_pipeline
 from g2rpo.models.pipeline_files import check_weights
-from g2rpo.rewards.catalogue import find_rewards
-from g2rpo.rewards.options import RewardTable
+from g2rpo.rewards.catalogue import RewardTable, find_rewards
 from g2rpo.train.checks import check_rewards_alone
 from g2rpo.train.consistency import faults_of_clips
 from g2rpo.train.evaluation.controls import default_controls

@@ -27,7 +27,7 @@ from g2rpo.core.plain import Count, as_json, read_as
 from g2rpo.core.statistics import interval, paired
 from g2rpo.core.types import Policy, Reward
 from g2rpo.lab.untrained import Controls, against_controls
-from g2rpo.rewards.options import RewardTable
+from g2rpo.rewards.catalogue import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, TUNED, Control
 from g2rpo.train.evaluation.heldout import (
     SHOWN,

@@ -26,8 +26,7 @@ from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import EncodedPrompts
 from g2rpo.models.load import load_pipeline, load_weights
 from g2rpo.models.pipeline_files import check_weights
-from g2rpo.rewards.catalogue import build_rewards
-from g2rpo.rewards.options import RewardTable
+from g2rpo.rewards.catalogue import RewardTable, build_rewards
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
 from g2rpo.train.evaluation.heldout import SHOWN
 from g2rpo.train.evaluation.sampler import Drawing, Sampler

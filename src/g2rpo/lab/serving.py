@@ -21,8 +21,7 @@ from g2rpo.core.errors import UserError, placed
 from g2rpo.core.events import Emit, Line, Serving, silent
 from g2rpo.core.http import host_of, is_loopback, token_from
 from g2rpo.core.stopping import until_ctrl_c
-from g2rpo.rewards.catalogue import build_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, build_rewards
 from g2rpo.train.checks import check_rewards_alone
 
 SHORTEST_TOKEN = 16

@@ -18,7 +18,7 @@ from g2rpo.core.events import Emit, silent
 from g2rpo.core.files import FileDigests, digest_of, is_hub_id, local
 from g2rpo.core.plugins import refuse_object
 from g2rpo.data.testbed import knows, pipeline_dir, why_unknown
-from g2rpo.models import attention, catalogue, hub, quantized
+from g2rpo.models import catalogue, hub, pipelines, quantized
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import CachedEncoder, Stored, encode_ahead, open_store
 from g2rpo.models.meta import few_modules
@@ -166,7 +166,7 @@ class Pipeline:
 def faults_of_options(options: PolicyConfig, tuning: TuningMode) -> Iterator[str]:
     """What this machine and its libraries lack of a policy's options."""
     yield from quantized.faults_of_quantization(options.quantize, tuning)
-    yield from attention.faults_of_attention(options.attention, pick_device(options.device))
+    yield from pipelines.faults_of_attention(options.attention, pick_device(options.device))
 
 
 def find_pipeline(options: PolicyConfig) -> Pipeline:

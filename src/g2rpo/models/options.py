@@ -8,9 +8,9 @@ import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
 from g2rpo.core.plain import Count, Section
-from g2rpo.models.attention import Attention
 from g2rpo.models.quantized import Quantize
 
+Attention = Literal["auto", "cudnn", "flash", "flash2", "flash3", "efficient", "math"]
 TuningMode = Literal["lora", "full", "frozen"]
 """What of a policy is trained; "frozen", for sampling, is no option of a config."""
 

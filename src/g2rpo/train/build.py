@@ -16,8 +16,7 @@ from g2rpo.core.images import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward, Scorer
 from g2rpo.data.prompts import starter_caution, trained_on
 from g2rpo.models.sharding import Replicated, Sharded
-from g2rpo.rewards.catalogue import RewardKind, with_frames
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, RewardKind, with_frames
 from g2rpo.train.checks import check, check_policy
 from g2rpo.train.contents import contents_of
 from g2rpo.train.found import NOTHING, Found, Given

@@ -26,8 +26,7 @@ from g2rpo.data.prompts import build_prompts
 from g2rpo.models import hub
 from g2rpo.models.blueprint import blueprint_of, build_shallow, trained_on_meta
 from g2rpo.models.load import faults_of_options
-from g2rpo.rewards.catalogue import RewardKind, faults_of_devices, find_rewards
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, RewardKind, faults_of_devices, find_rewards
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 from g2rpo.train.consistency import SETTINGS, Check, complaints_of, refuse_all, refuse_listed
 from g2rpo.train.dry_run import tried

@@ -4,9 +4,10 @@ while the next are sampled."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,6 @@ from g2rpo.rollout.guidance import sized
 from g2rpo.rollout.memory import BatchSizes, OutOfMemory
 from g2rpo.rollout.scoring import compared, decode_rollout, score_rollouts
 from g2rpo.train.ranks import Division
-from g2rpo.train.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -292,3 +292,24 @@ def waited_for(reward: Reward, device: torch.device) -> bool:
     return own.type != device.type or (
         None not in (own.index, device.index) and own.index != device.index
     )
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase on `clock`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Discards the time since the last lap."""
+        self._last = self.clock()
+
+    def lap(self, phase: str) -> None:
+        """Adds the time since the last lap to `phase`."""
+        now = self.clock()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now

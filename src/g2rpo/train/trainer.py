@@ -30,7 +30,7 @@ from g2rpo.models.sharding import WHOLE, Replicated
 from g2rpo.rollout.engine import Noise
 from g2rpo.rollout.guidance import check_guidance, guided_by
 from g2rpo.rollout.scoring import compared, weighted_scores
-from g2rpo.train.collector import Groups
+from g2rpo.train.collector import Groups, Stopwatch
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.first_group import FirstGroup
 from g2rpo.train.learner import Learner, Snapshot
@@ -51,7 +51,6 @@ from g2rpo.train.persistence import stateful
 from g2rpo.train.ranks import divided
 from g2rpo.train.rows import of_cost, of_groups
 from g2rpo.train.run.folder import Run
-from g2rpo.train.stopwatch import Stopwatch
 from g2rpo.train.updater import UpdateStats
 
 

@@ -36,11 +36,11 @@ from g2rpo.models import load
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.train.build import Request, build
+from g2rpo.train.collector import Stopwatch
 from g2rpo.train.evaluation.controls import Control
 from g2rpo.train.evaluation.heldout import read_rows, scores_of
 from g2rpo.train.evaluation.sampler import Sampler, utility
 from g2rpo.train.run.folder import Run
-from g2rpo.train.stopwatch import Stopwatch
 from tests.lab.demo.trained import BRIGHT, train_tiny
 from tests.support.commands import refused
 from tests.support.ports import free_port

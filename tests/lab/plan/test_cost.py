@@ -34,7 +34,7 @@ from g2rpo.models.catalogue import SPECS
 from g2rpo.models.meta import on_meta
 from g2rpo.models.pipelines import blocks_of, read_pipeline
 from g2rpo.rewards.analytic import Brightness
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train import evaluator

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from g2rpo.core.files import local
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.data.testbed import assets_dir
-from g2rpo.data.testbed.detector import FoundObject, detect
-from g2rpo.data.testbed.scenes import SIDE, Group, Relation, Scene, kind, parse
+from g2rpo.data.testbed.scenes import SIDE, FoundObject, Group, Relation, Scene, detect, kind, parse
 from g2rpo.data.testbed.words import (
     INKS,
     LETTERS,

@@ -30,8 +30,7 @@ from g2rpo.models.pipelines import Shapes, keep_two_blocks
 from g2rpo.models.quantized import weights_of
 from g2rpo.models.spec import PipelineSpec
 from g2rpo.models.text import Answer, TextEncoders
-from g2rpo.rewards.catalogue import find_reward
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, find_reward
 from g2rpo.rewards.weights import parse_dtype
 
 
