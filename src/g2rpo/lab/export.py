@@ -30,11 +30,10 @@ from g2rpo.core.files import (
 )
 from g2rpo.lab.tuned_weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.models import catalogue
-from g2rpo.models.adapters import CONFIG, PREFIX, Adapter, write_tensors
+from g2rpo.models.adapters import ADAPTER_FILE, CONFIG, PREFIX, Adapter, write_tensors
 from g2rpo.models.blueprint import adapter_of
 from g2rpo.models.comfyui import FLUX, ComfyUI, place_in_joint, replaced_name
 from g2rpo.models.pipeline_files import weight_files
-from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.train.model_card import copy_card
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.lock import held

@@ -17,14 +17,13 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, loading
 from g2rpo.models import hub
 from g2rpo.models.adapter_files import read_adapter
-from g2rpo.models.adapters import CLASS, DOWN, UP, Adapter, own_header
+from g2rpo.models.adapters import ADAPTER_FILE, CLASS, DOWN, UP, Adapter, own_header
 from g2rpo.models.blueprint import read_blueprint, trained_on_meta
 from g2rpo.models.load import find_pipeline
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import has_weights, read_file, weight_files
 from g2rpo.models.pipelines import cast, loader_of
 from g2rpo.models.sharding import Pieces
-from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.train.model_card import header_of
 from g2rpo.train.run.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.train.run.folder import Run

@@ -15,6 +15,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import add_metadata
 
 PREFIX, DOWN, UP = "transformer.", ".lora_A.weight", ".lora_B.weight"
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""The file of a saved adapter."""
 CONFIG = "lora_adapter_metadata"
 """Where diffusers keeps peft's config, as JSON, in the header."""
 CLASS, OWN_ALPHA = "g2rpo.transformer", "g2rpo.lora_alpha"

@@ -18,8 +18,8 @@ from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import RunFiles, local
 from g2rpo.core.http import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.models.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS
+from g2rpo.models.adapters import ADAPTER_FILE
 from g2rpo.models.options import PolicyConfig
-from g2rpo.models.tuning import ADAPTER_FILE
 
 KNOWN_FILES = (ADAPTER_FILE, PEFT_WEIGHTS)
 """The names that diffusers and peft give to an adapter; others are taken where they are the only

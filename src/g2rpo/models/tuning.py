@@ -18,6 +18,7 @@ from g2rpo.core.files import refuse_pointer
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import (
     ABOVE_KEY,
+    ADAPTER_FILE,
     CONFIG,
     PREFIX,
     Adapter,
@@ -33,8 +34,6 @@ from g2rpo.models.pipelines import cast
 from g2rpo.models.quantized import is_quantized, quantize
 from g2rpo.models.sharding import Sharded
 
-ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-"""The file of a saved adapter."""
 TRAINED, START, LOADED = "default", "start", "tuned"
 """The names of adapters in a transformer: the trained one, the one that training began with, one
 from a file."""
