@@ -526,8 +526,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lab/teach/session.py",
-        "one.change < -ALLOWED_FALL",
-        "one.change > ALLOWED_FALL",
+        "one.change.mean < -ALLOWED_FALL",
+        "one.change.mean > ALLOWED_FALL",
         "tests/lab/teach/test_session.py -k judge",
     ),
     Mutation(
