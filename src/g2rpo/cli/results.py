@@ -95,7 +95,7 @@ def show_evaluation(judging: Judging, console: Console) -> None:
         console.print(controls_table(judging, console.width))
         found = judging.controls()
         if len(judging.sides) > 1:
-            names = told(found, list(judging.weights))
+            names = told(found, list(judging.chosen_by))
             for line in (*in_words(found, names), *in_figures(found, names)):
                 say(console, line)
     files = judging.files

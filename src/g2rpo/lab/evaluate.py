@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
@@ -40,6 +40,7 @@ from g2rpo.train.persistence import take_stored
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.lock import first_usable, held
 
+Held = TypeVar("Held", bound=Section)
 EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 """Height and width of what the embedded models draw, and tokens of their longest prompts."""
 
@@ -182,17 +183,23 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
 
 def _check_folder(out: Path, config: JudgingConfig) -> None:
     """Refuses a folder that contains anything other than this evaluation."""
-    existing = EvaluationDirectory(out).settings
-    if existing.is_file():
-        other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
-        if listed := listed_differences(config, other, SWEEP_MAY_CHANGE):
-            raise UserError(
-                f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one."
-            )
-    elif not is_empty(out):
+    other = held_settings(JudgingConfig, EvaluationDirectory(out).settings, "evaluation")
+    if other and (listed := listed_differences(config, other, SWEEP_MAY_CHANGE)):
         raise UserError(
-            f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out"
+            f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one."
         )
+
+
+def held_settings(kind: type[Held], path: Path, what: str) -> Held | None:
+    """The settings that are in the file `path` of a folder, of an evaluation or a study; None in an
+    empty one, UserError in one that holds anything else."""
+    if path.is_file():
+        return resolve_as(kind, read_yaml(path), source=str(path))
+    if not is_empty(path.parent):
+        raise UserError(
+            f"{path.parent} is not empty and holds no {what} (no {path.name}); name another --out"
+        )
+    return None
 
 
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:

@@ -183,11 +183,11 @@ class Judging(Evaluator):
         return sorted({*self.config.steps})
 
     @property
-    def weights(self) -> dict[str, float]:
-        """Of the rewards that choose the best of several draws."""
+    def chosen_by(self) -> dict[str, float]:
+        """The weights of the rewards that choose the best of several draws."""
         entries = self.config.rewards
-        chosen_by = [name for name in entries if name in self.config.trained] or entries
-        return {name: entries[name].weight for name in chosen_by}
+        names = [name for name in entries if name in self.config.trained] or entries
+        return {name: entries[name].weight for name in names}
 
     def chunks(self) -> list[Chunk]:
         """All chunks, the base's first, because loading tuned weights may replace the base's."""
@@ -232,7 +232,7 @@ class Judging(Evaluator):
             evaluation = self.config.sampler(policy, chunk.steps).best(
                 self.prompts[chunk.start : chunk.stop],
                 rewards,
-                self.weights,
+                self.chosen_by,
                 first=chunk.start,
                 control=chunk.control,
                 kept=to_uint8,
@@ -276,7 +276,7 @@ class Judging(Evaluator):
             turned,
             scores_where(rows, side="base", steps=at),
             at,
-            self.weights,
+            self.chosen_by,
             scores_where(rows, side="tuned", steps=at) if tuned else None,
             scores_where(rows, side="tuned control") if tuned else None,
         )

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from g2rpo.config.read import read
-from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
+from g2rpo.config.resolve import listed_differences, resolve_as
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.config.work import iterations_within
 from g2rpo.core.errors import Stopped, UserError, placed
 from g2rpo.core.events import Emit, Line, silent
-from g2rpo.core.files import is_empty, write_whole
+from g2rpo.core.files import write_whole
 from g2rpo.lab.compare.jobs import Job, Workers, working
 from g2rpo.lab.compare.results import write_results
 from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
-from g2rpo.lab.evaluate import config_settings
+from g2rpo.lab.evaluate import config_settings, held_settings
 from g2rpo.lab.judging import EvaluationDirectory
 from g2rpo.train.checks import check
 from g2rpo.train.model_card import CARD
@@ -273,14 +273,9 @@ def _judged_by(config: Config) -> dict[str, Any]:
 
 def _check_same(study: Study, out: Path) -> None:
     """Refuses a folder that holds another study, or anything else; cells and seeds may be added."""
-    path = StudyDirectory(out).study
-    if not path.is_file():
-        if not is_empty(out):
-            raise UserError(
-                f"{out} is not empty and holds no study (no {path.name}); name another --out"
-            )
+    held = held_settings(Study, StudyDirectory(out).study, "study")
+    if held is None:
         return
-    held = resolve_as(Study, read_yaml(path), source=str(path))
     cells = {name: own for name, own in study.cells.items() if name in held.cells}
     asked = study.model_copy(update={"cells": cells, "seeds": min(study.seeds, held.seeds)})
     if listed := listed_differences(asked, held):

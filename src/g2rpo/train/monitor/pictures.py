@@ -212,7 +212,8 @@ def _canvas(
             canvas.paste(_small(stills(row.images)[index], (width, height)), (x, y))
             _draw_scores(draw, row, index, x, y + height + 1)
     for number, line in enumerate(words):
-        draw.text((8, bottom + LINE * number - 2), line, fill=TEXT_COLOUR)
+        plain = line.replace("\N{NO-BREAK SPACE}", " ")  # PIL's own font has none
+        draw.text((8, bottom + LINE * number - 2), plain, fill=TEXT_COLOUR)
     return canvas, corners, (width, height)
 
 
