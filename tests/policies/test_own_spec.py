@@ -60,13 +60,13 @@ Prx = PipelineSpec(
 PUBLISHED = """
 from dataclasses import replace
 from g2rpo.models.comfyui import ComfyUI
-from g2rpo.models.published import Model
+from g2rpo.models.published import PublishedModel
 
 parts = PARTS
 Published = replace(
     Bria,
     comfyui=ComfyUI("BriaTransformer2DModel", "mine.", {r"(.+)": r"own.\\1"}),
-    models={"briaai/BRIA-3.2": Model("A licence", parts=parts)},
+    models={"briaai/BRIA-3.2": PublishedModel("A licence", parts=parts)},
 )
 """
 
