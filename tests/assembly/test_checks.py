@@ -28,7 +28,7 @@ from g2rpo.models.pipeline_files import missing_parts
 from g2rpo.rewards.catalogue import RewardConfig, find_reward
 from g2rpo.train import checks
 from g2rpo.train.build import Request, build
-from g2rpo.train.checks import check, check_policy
+from g2rpo.train.checks import check, check_policy, check_rewards_alone
 from g2rpo.train.consistency import faults_of_clips, fitting_plans, refuse_all
 from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.run.folder import Run
@@ -119,7 +119,7 @@ def test_all_that_is_missing_is_one_message_before_a_model_is_built(capsys, tmp_
 
 
 def test_names_options_own_code_and_contradictions_are_one_message(tmp_path):
-    """Each kind of complaint comes from another place."""
+    """Each kind of complaint comes from another place. A judge is named by its own key."""
     mine = tmp_path / "mine.py"
     mine.write_text(
         "from g2rpo.algorithms.g2rpo import GranularGRPO\n\n\n"
@@ -131,14 +131,16 @@ def test_names_options_own_code_and_contradictions_are_one_message(tmp_path):
         "rewards.brightness.options.x=1",
         f"algorithm.name={mine}:Mine",
         "evaluation.rewards.scene_accuracy=1",
+        "evaluation.rewards.saturation.options.x=1",
     )
     heading, *complaints = said.splitlines()
-    assert heading == "4 things are missing or wrong:" and len(complaints) == 4, said
+    assert heading == "5 things are missing or wrong:" and len(complaints) == 5, said
     for wanted in (
         "policy.path=/no/such/model: is no directory",
         "rewards.brightness.options: unknown option 'x'.",
         "algorithm Mine",
         "evaluation.rewards.scene_accuracy: is trained on, and so judged anyway",
+        "evaluation.rewards.saturation.options: unknown option 'x'.",
     ):
         assert any(line.startswith(f"- {wanted}") for line in complaints), (wanted, said)
 
@@ -403,6 +405,23 @@ def test_a_reward_that_was_an_object_is_named_once_and_not_as_unknown(tmp_path):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**recipes.recipe_settings("scenes"), **given}))
     with pytest.raises(UserError, match=r"^rewards.calm.kind=python: this run was begun from P"):
         check(load_config(str(tmp_path / "c.yaml"), []))
+
+
+@pytest.mark.parametrize("large", [0, checks.LARGE_TRANSFORMER])
+def test_an_algorithm_that_was_an_object_is_one_complaint(tmp_path, monkeypatch, large):
+    """Checks of a model's size and of the disk ask algorithms that are there."""
+    monkeypatch.setattr(checks, "LARGE_TRANSFORMER", large)
+    config = load_config("words", ["algorithm.name=python", "policy.lora_above=0.5"])
+    with pytest.raises(UserError, match=r"^algorithm.name=python: this run was begun from P"):
+        check(config, directory=tmp_path)
+
+
+def test_rewards_alone_name_all_that_they_lack():
+    """Also beside a name of which nothing is there."""
+    overrides = ["rewards.brightnes=1", "rewards.saturation.options.x=1", "rewards.clip_score=1"]
+    with pytest.raises(UserError) as refusal:
+        check_rewards_alone(load_config("scenes", overrides).rewards)
+    assert str(refusal.value).count("\n- rewards.") == 3
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,5 @@ def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):
         load.find_pipeline(load_config("flux1-dev-lora", [f"policy.path={tmp_path}"]).policy)
     options = PolicyConfig(path=str(tmp_path), **SIZE)
     assert load.find_pipeline(options).kind == "StableDiffusion3Pipeline"
+    with pytest.raises(UserError, match="^policy.path=testbed: is a FluxPipeline, but"):
+        load.find_pipeline(load_config("scenes", ["policy.pipeline=WanPipeline"]).policy)

@@ -21,16 +21,17 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.files import in_bytes, is_hub_id
+from g2rpo.core.given import Mentioned
 from g2rpo.core.http import TooSlow
 from g2rpo.data.prompts import build_prompts
 from g2rpo.models import hub
 from g2rpo.models.blueprint import blueprint_of, build_shallow, trained_on_meta
 from g2rpo.models.load import faults_of_options
-from g2rpo.rewards.catalogue import RewardConfig, RewardKind, faults_of_devices, find_rewards
+from g2rpo.rewards.catalogue import RewardConfig, RewardKind, faults_of_devices
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 from g2rpo.train.consistency import SETTINGS, Check, complaints_of, refuse_all, refuse_listed
 from g2rpo.train.dry_run import tried
-from g2rpo.train.found import NOTHING, Found, Given, Question, find
+from g2rpo.train.found import NOTHING, Found, Given, Question, find, rewards_in
 from g2rpo.train.monitor.trackers import faults_of_tracker
 from g2rpo.train.ranks import divided, faults_of_sharding, ranks_of_node
 from g2rpo.train.run.checkpoint import checkpoints
@@ -60,10 +61,12 @@ def check(
 def check_rewards_alone(table: Mapping[str, RewardConfig]) -> dict[str, RewardKind]:
     """Of rewards without a run: UserError names all options, libraries, files, servers and devices
     that are missing or wrong."""
-    found, questions = find_rewards(table), dict[str, Question]()
+    faults, questions = list[str](), dict[str, Question]()
+    found = rewards_in("rewards", table, faults)
     kinds = found.values()
     refuse_listed(
         [
+            *faults,
             *complaints_of(faults_of_devices, kinds),
             *_faults_of_rewards(kinds, questions),
             *_answers_to(questions),
@@ -117,24 +120,22 @@ def _trackers(found: Found) -> Iterator[str]:
 
 
 def _pipeline(found: Found) -> Iterator[str]:
-    """It must be one that can be loaded and tuned."""
-    if found.pipeline is not None:
-        yield from found.pipeline.faults(found.config.policy.tuning)
-
-
-def _parts(found: Found) -> Iterator[str]:
-    """All parts must be there, or be downloadable. A model that takes long to load must take the
-    sizes and options."""
+    """All parts must be there, or be downloadable, and be such that can be loaded and tuned. A
+    model that takes long to load must take the sizes and options."""
     it = found.pipeline
-    # a policy of the user's may not need all parts
-    if it is None or not it.own_kind or it.folder is None:
+    if it is None:
         return
-    missing = it.missing()
+    # a policy of the user's may not need all parts
+    missing = it.missing() if it.own_kind else ""
     why = hub.obstacle(it.path, ANSWER_S) if missing and is_hub_id(it.path) else ""
-    weights = (it.folder / "transformer").glob("*.safetensors")
     if missing and why is not None:
         yield f"policy.path={it.name}: {missing}{why and f' ({it.path} {why})'}"
-    elif missing or sum(file.stat().st_size for file in weights) > LARGE_TRANSFORMER:
+        return
+    yield from it.faults(found.config.policy.tuning)
+    if not it.own_kind or it.folder is None:
+        return
+    weights = (it.folder / "transformer").glob("*.safetensors")
+    if missing or sum(file.stat().st_size for file in weights) > LARGE_TRANSFORMER:
         policy, _ = build_shallow(blueprint_of(it), found.config.policy)
         check_policy(found.config, policy)
 
@@ -149,7 +150,7 @@ def check_policy(config: Config, policy: Any) -> None:
             )
         with loading("evaluation.height, evaluation.width"):
             policy.check_size(*size)
-    if getattr(policy, "trains_everywhere", True):
+    if getattr(policy, "trains_everywhere", True) or isinstance(config.algorithm, Mentioned):
         return
     algorithm, steps = config.algorithm, config.sampling.num_steps
     sigmas = grid_of(config.sampling.shift, policy, steps)
@@ -276,6 +277,8 @@ def _disk(found: Found) -> Iterator[str]:
     config, directory, it = found.config, found.directory, found.pipeline
     if directory is None or it is None or not it.own_kind or it.folder is None or it.missing():
         return
+    if isinstance(config.algorithm, Mentioned):  # which is refused
+        return
     kept = config.trainer.keep_checkpoints - len(checkpoints(Run(directory).checkpoints))
     # the weights, their two moments, their average and old weights, all float32
     tensors = 3 + bool(config.optim.ema_decay) + config.algorithm.uses_old
@@ -317,7 +320,6 @@ CHECKS: Sequence[Sequence[Check]] = (
         _options,
         _trackers,
         _pipeline,
-        _parts,
         partial(_read, far=False),
         _devices_of_rewards,
         _rewards,

@@ -16,6 +16,7 @@ from g2rpo.models import catalogue
 from g2rpo.models.load import Pipeline, find_pipeline
 from g2rpo.models.spec import PipelineSpec
 from g2rpo.rewards.catalogue import RewardKind, find_reward
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.monitor.trackers import Tracker
 
 Question = Callable[[], str | None]
@@ -110,11 +111,23 @@ def find_settings(config: Config) -> Found:
 def named_rewards(config: Config, given: Given = NOTHING) -> Found:
     """The values of the names of rewards alone."""
     found = Found(config=config, given=given)
-    for prefix, table, kinds, objects in (
-        ("rewards", config.rewards, found.rewards, given.rewards),
-        ("evaluation.rewards", config.evaluation.rewards, found.judges, given.judges),
-    ):
-        for name, entry in table.items() if objects is None else ():
-            with found.noting():
-                kinds[name] = find_reward(f"{prefix}.{name}", entry)
+    if given.rewards is None:
+        found.rewards = rewards_in("rewards", config.rewards, found.faults)
+    if given.judges is None:
+        table = config.evaluation.rewards
+        found.judges = rewards_in("evaluation.rewards", table, found.faults)
     return found
+
+
+def rewards_in(
+    key: str, table: Mapping[str, RewardConfig], faults: list[str]
+) -> dict[str, RewardKind]:
+    """The rewards of the table at `key` of a config, by their names. Those of which nothing is
+    there are left out, and are added to the `faults`."""
+    kinds = {}
+    for name, entry in table.items():
+        try:
+            kinds[name] = find_reward(f"{key}.{name}", entry)
+        except UserError as error:
+            faults.append(str(error))
+    return kinds
