@@ -300,7 +300,11 @@ def test_what_a_large_model_refuses_is_told_before_it_is_loaded(
 
 @pytest.mark.parametrize(
     ("take", "wanted"),
-    [("vae", "vae/ is missing"), ("transformer/config.json", "transformer/config.json is missing")],
+    [
+        ("vae", "vae/ is missing"),
+        ("text_encoder", "text_encoder/ is missing"),
+        ("transformer/config.json", "transformer/config.json is missing"),
+    ],
 )
 def test_a_pipeline_without_one_of_its_parts_is_named(
     flux_directory, tiny_config, tmp_path, take, wanted
