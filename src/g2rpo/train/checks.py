@@ -21,7 +21,6 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.files import in_bytes, is_hub_id
-from g2rpo.core.given import Mentioned
 from g2rpo.core.http import TooSlow
 from g2rpo.data.prompts import build_prompts
 from g2rpo.models import hub
@@ -45,7 +44,9 @@ LARGE_TRANSFORMER = 2**28
 
 def refuse_run(found: Found) -> None:
     """UserError names everything that is missing or wrong. Prompts are read meanwhile."""
-    for checks in CHECKS:
+    # other checks ask the algorithm, which is refused
+    absent = isinstance(found.config.algorithm, plugins.Mentioned)
+    for checks in (SETTINGS,) if absent else CHECKS:
         refuse_all(checks, found)
 
 
@@ -150,7 +151,7 @@ def check_policy(config: Config, policy: Any) -> None:
             )
         with loading("evaluation.height, evaluation.width"):
             policy.check_size(*size)
-    if getattr(policy, "trains_everywhere", True) or isinstance(config.algorithm, Mentioned):
+    if getattr(policy, "trains_everywhere", True):
         return
     algorithm, steps = config.algorithm, config.sampling.num_steps
     sigmas = grid_of(config.sampling.shift, policy, steps)
@@ -276,8 +277,6 @@ def _disk(found: Found) -> Iterator[str]:
     """There must be space for the kept checkpoints and the next one."""
     config, directory, it = found.config, found.directory, found.pipeline
     if directory is None or it is None or not it.own_kind or it.folder is None or it.missing():
-        return
-    if isinstance(config.algorithm, Mentioned):  # which is refused
         return
     kept = config.trainer.keep_checkpoints - len(checkpoints(Run(directory).checkpoints))
     # the weights, their two moments, their average and old weights, all float32
