@@ -2,6 +2,7 @@
 any number resumes."""
 
 import os
+import re
 import shutil
 import signal
 from collections import Counter
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from g2rpo.config.resolve import resolve
 from g2rpo.core.distributed import ALONE
-from g2rpo.core.errors import Stopped, UserError, refuse
+from g2rpo.core.errors import Stopped
 from g2rpo.core.stopping import Stopping
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models.adapters import PREFIX
@@ -547,6 +548,7 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
     ],
 )
 def test_what_cannot_be_divided_is_refused(overrides, size, message):
+    """Each by one complaint."""
     asked = config("policy.tuning=full", "trainer.sharding=full", *overrides)
-    with pytest.raises(UserError, match=message):
-        refuse(faults_of_sharding(asked, size, ranks_of_node()))
+    (fault,) = faults_of_sharding(asked, size, ranks_of_node())
+    assert re.search(message, fault)

@@ -136,5 +136,5 @@ def faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator
     group = shard_group(config, ranks, node)
     if ranks % group:
         yield f"{divided}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}"
-    if group == 1:
+    if group == 1 < ranks:
         yield f"{divided}: one rank would hold all weights, as with trainer.sharding=none; set that"
