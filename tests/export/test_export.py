@@ -13,6 +13,7 @@ from g2rpo.lab.export import EXPORT_FORMATS, merge
 from g2rpo.lab.tuned_weights import final, load_saved, transformer_folder
 from g2rpo.models import hub, load
 from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.blueprint import read_blueprint
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.spec import parameters_of
@@ -326,12 +327,19 @@ def test_a_base_whose_config_alone_is_in_the_hubs_cache_is_downloaded(tmp_path, 
     asked = {"cached": tmp_path / "config.json", "obstacle": "cannot be reached"}
     for name, answer in asked.items():
         monkeypatch.setattr(hub, name, lambda *given, answer=answer: answer)
-    found = load.Pipeline(config, "me/mine", "X", load.DiffusersPolicy)
-    monkeypatch.setattr("g2rpo.lab.tuned_weights.find_pipeline", lambda options: found)
+    monkeypatch.setattr("g2rpo.lab.tuned_weights.location_of", lambda name: (name, "X"))
     with pytest.raises(UserError, match="its transformer is needed, and it cannot be reached"):
         transformer_folder(config)
     save_file({"x": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.safetensors")
     assert transformer_folder(config) == tmp_path
+
+
+def test_a_base_is_found_without_the_code_and_the_adapter_of_its_run(flux_directory):
+    """To read weights no code is run, and an adapter that was continued may be gone."""
+    config = PolicyConfig(path=str(flux_directory), height=32, width=32, adapter="/no/adapter")
+    own = config.model_copy(update={"kind": "mine.py:Mine"})
+    assert transformer_folder(own) == flux_directory / "transformer"
+    assert read_blueprint(config).kind == "FluxPipeline"
 
 
 def test_foreign_weights_and_another_base_are_refused(

@@ -19,7 +19,7 @@ from g2rpo.models import hub
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import ADAPTER_FILE, CLASS, DOWN, UP, Adapter, own_header
 from g2rpo.models.blueprint import read_blueprint, trained_on_meta
-from g2rpo.models.load import find_pipeline
+from g2rpo.models.load import location_of
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import has_weights, read_file, weight_files
 from g2rpo.models.pipelines import cast, loader_of
@@ -140,7 +140,7 @@ def _whole(tensors: Mapping[str, Sequence[Tensor | Pieces]]) -> dict[str, list[T
 def transformer_folder(config: PolicyConfig) -> Path:
     """Where the base model's trained transformer lies on this machine; of a hub id it is downloaded
     if need be."""
-    path = find_pipeline(config).path
+    path, _ = location_of(config.path)
     if Path(path).is_dir():
         return Path(path) / "transformer"
     config_file = hub.cached(path, "transformer/config.json")

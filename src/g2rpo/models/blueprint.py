@@ -54,7 +54,8 @@ class Blueprint:
 def read_blueprint(config: PolicyConfig) -> Blueprint:
     """The blueprint of `config.path`: a known hub id's published one, or that of its files."""
     if (known := published(config.path, config.kind)) is None:
-        return blueprint_of(find_pipeline(config))
+        # an adapter that was continued need not be there any more
+        return blueprint_of(find_pipeline(config.model_copy(update={"adapter": None})))
     check_pipeline(config.path, known.kind, config.pipeline, config.kind)
     return known
 
@@ -177,11 +178,11 @@ def adapter_of(options: PolicyConfig) -> Adapter | None:
         return None
     import diffusers
 
-    blueprint = read_blueprint(options)
+    file, blueprint = hub.find_adapter(options.adapter), read_blueprint(options)
     transformer = on_meta(blueprint.parts["transformer"])
     pipeline = getattr(diffusers, blueprint.kind, None)
     names = catalogue.names_of(options.kind)
-    adapter = read_adapter(hub.find_adapter(options.adapter), pipeline, transformer, names)
+    adapter = read_adapter(file, pipeline, transformer, names)
     check_fit(f"policy.adapter={options.adapter}", adapter, transformer)
     return adapter
 

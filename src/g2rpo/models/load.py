@@ -172,7 +172,7 @@ def faults_of_options(options: PolicyConfig, tuning: TuningMode) -> Iterator[str
 def find_pipeline(options: PolicyConfig) -> Pipeline:
     """The pipeline of these options. UserError if it is not there, has no policy, or is another than
     `options.pipeline`; and for options that it lacks."""
-    path, kind = _located(options.path)
+    path, kind = location_of(options.path)
     check_pipeline(options.path, kind, options.pipeline, options.kind)
     return Pipeline(hub.located(options), path, kind, policy_class(options, kind))
 
@@ -285,8 +285,8 @@ def policy_class(options: PolicyConfig, name: str) -> type[DiffusersPolicy]:
     return kind
 
 
-def _located(name: str) -> tuple[str, str]:
-    """(where the pipeline lies, its class name)."""
+def location_of(name: str) -> tuple[str, str]:
+    """(where the pipeline of that name lies, its class name)."""
     refuse_object("policy.path", name)
     if name in EMBEDDED:
         name = str(pipeline_dir(name))
