@@ -17,7 +17,8 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Cond
 from g2rpo.core.flow import ode_step
-from g2rpo.core.types import Policy, Reward
+from g2rpo.core.rewards import Reward
+from g2rpo.core.types import Policy
 from g2rpo.rollout.scoring import score
 from g2rpo.train.collector import Stopwatch
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.images import to_uint8
-from g2rpo.core.types import Reward, RewardModel
+from g2rpo.core.rewards import Reward, RewardModel
 from g2rpo.rewards.dino import BASE, FILES, Dino, dino_model
 
 

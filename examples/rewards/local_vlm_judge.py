@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from g2rpo.core.images import to_pil
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.vlm import FORMS
 from g2rpo.rewards.weights import check_config, config_in, fetch, parse_dtype, place_of, pretrained

@@ -26,8 +26,9 @@ from g2rpo.core.images import check_inputs
 from g2rpo.core.plain import read_as
 from g2rpo.core.plugins import PYTHON
 from g2rpo.core.process import quiet_libraries
+from g2rpo.core.rewards import Scorer
 from g2rpo.core.statistics import Comparison
-from g2rpo.core.types import Algorithm, Policy, Scorer
+from g2rpo.core.types import Algorithm, Policy
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.evaluate import run_settings

@@ -15,7 +15,7 @@ from g2rpo.core import images
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import digest_of_prompts, read_inputs
-from g2rpo.core.types import Frames
+from g2rpo.core.rewards import Frames
 from g2rpo.data.sources import read_prompts
 from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore, open_store
 from g2rpo.models.load import find_pipeline

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Reward, as_reward
+from g2rpo.core.rewards import Reward, as_reward
 from g2rpo.data.testbed.rewards import SceneAccuracy, WordColour
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.geneval import GenEval

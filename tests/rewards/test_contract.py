@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from g2rpo.core.images import to_uint8
-from g2rpo.core.types import Reward, as_reward
+from g2rpo.core.rewards import Reward, as_reward
 from g2rpo.data.testbed import assets_dir
 from g2rpo.data.testbed.rewards import SceneCLIP
 from g2rpo.rewards import clip_encoder, pixels, weights

@@ -11,7 +11,7 @@ import torch
 from g2rpo.config.read import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Reward
+from g2rpo.core.rewards import Reward
 from g2rpo.lab.plan.answer import for_memory, overrides_of
 from g2rpo.lab.plan.models import cost_of_reward
 from g2rpo.rewards.catalogue import REWARDS, RewardConfig, build_rewards, check_rewards, find_reward

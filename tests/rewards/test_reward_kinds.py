@@ -9,7 +9,7 @@ import torch
 
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Frames, as_reward
+from g2rpo.core.rewards import Frames, as_reward
 from g2rpo.lab import sample
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import FunctionReward

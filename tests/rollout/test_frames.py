@@ -7,7 +7,7 @@ import torch
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.types import CallableReward, Frames
+from g2rpo.core.rewards import CallableReward, Frames
 from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.catalogue import RewardConfig, build_rewards, with_frames
 from g2rpo.rollout import scoring

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.types import as_reward
+from g2rpo.core.rewards import as_reward
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.remote import RemoteReward

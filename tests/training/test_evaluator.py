@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from g2rpo.core.distributed import World
-from g2rpo.core.types import Reward
+from g2rpo.core.rewards import Reward
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train import evaluator
 from g2rpo.train.command import compare_all

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.weights import fetch, read_state_dict
 

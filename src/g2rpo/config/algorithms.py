@@ -45,7 +45,8 @@ from g2rpo.core import plugins
 from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.plugins import PYTHON, Mentioned, recorded
-from g2rpo.core.types import Algorithm, Reward
+from g2rpo.core.rewards import Reward
+from g2rpo.core.types import Algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ and its name here
     kind.name: kind

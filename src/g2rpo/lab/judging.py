@@ -24,8 +24,9 @@ from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.files import Inside, digest_of, write_whole
 from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import Count, as_json, read_as
+from g2rpo.core.rewards import Reward
 from g2rpo.core.statistics import interval, paired
-from g2rpo.core.types import Policy, Reward
+from g2rpo.core.types import Policy
 from g2rpo.lab.untrained import Controls, against_controls
 from g2rpo.rewards.catalogue import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, TUNED, Control

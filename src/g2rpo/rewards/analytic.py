@@ -15,7 +15,7 @@ from torch import Tensor
 from g2rpo.core.errors import UserError, shown
 from g2rpo.core.images import read_inputs, to_pil, to_tensor
 from g2rpo.core.plugins import is_code, load
-from g2rpo.core.types import CallableReward, Scorer
+from g2rpo.core.rewards import CallableReward, Scorer
 from g2rpo.rewards.pixels import EditReward, PictureReward
 
 

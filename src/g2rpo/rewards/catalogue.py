@@ -16,7 +16,7 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed, refuse
 from g2rpo.core.plain import Count, Section, as_json, parse_as
 from g2rpo.core.plugins import keeping_settings, refuse_object
-from g2rpo.core.types import CallableReward, Frames, Reward, Scorer, as_reward
+from g2rpo.core.rewards import CallableReward, Frames, Reward, Scorer, as_reward
 
 
 def _not_negative(weight: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.clip_encoder import (
     ClipEncoder,
     clip_model,

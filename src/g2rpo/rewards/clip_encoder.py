@@ -19,7 +19,7 @@ from torch import Tensor
 from g2rpo.core.errors import placed
 from g2rpo.core.files import local
 from g2rpo.core.plain import parse_as, read_text
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.open_clip import (
     PUBLISHED_CLIPS,
     clean_prompt,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import shown
 from g2rpo.core.images import read_inputs, to_tensor
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.pixels import EditReward, Preprocess
 from g2rpo.rewards.weights import config_in, parse_dtype, pretrained
 

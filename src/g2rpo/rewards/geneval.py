@@ -17,7 +17,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.errors import shown
 from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.plugins import find, is_code
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
 from g2rpo.rewards.geneval_scoring import (
     COLOUR_WORDS,

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.pixels import PictureReward, normalise
 from g2rpo.rewards.weights import (
     TOKENIZER_FILES,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from g2rpo.core.types import RewardModel
+from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.clip import LinearHead
 from g2rpo.rewards.pixels import PictureReward, Preprocess
 from g2rpo.rewards.weights import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.images import cut_picture
-from g2rpo.core.types import Reward
+from g2rpo.core.rewards import Reward
 from g2rpo.data.pairs import read_pairs
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.head import Choice, Head, PictureEncoder, features_of, fit

@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 
 from g2rpo.core.errors import counted, shown
 from g2rpo.core.images import INPUT, images_of, to_pil, to_tensor, to_uint8
-from g2rpo.core.types import Reward
+from g2rpo.core.rewards import Reward
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from g2rpo.core.errors import counted
 from g2rpo.core.http import is_loopback, refusal
 from g2rpo.core.images import as_rgb, to_tensor
 from g2rpo.core.plain import is_text, parse_as
-from g2rpo.core.types import Reward, Scorer, as_reward
+from g2rpo.core.rewards import Reward, Scorer, as_reward
 
 log = logging.getLogger(__name__)
 

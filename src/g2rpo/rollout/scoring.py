@@ -12,7 +12,8 @@ from g2rpo.core.contracts import finite_rows
 from g2rpo.core.data import as_prompt
 from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
 from g2rpo.core.plans import Rollout
-from g2rpo.core.types import Frames, Policy, Reward, Scorer, as_rewards
+from g2rpo.core.rewards import Frames, Reward, Scorer, as_rewards
+from g2rpo.core.types import Policy
 from g2rpo.rollout.memory import BatchSizes, bounded_by
 
 AT_ONCE = 16

@@ -13,7 +13,8 @@ from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import counted
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.images import check_counts, check_inputs
-from g2rpo.core.types import Policy, Reward, Scorer
+from g2rpo.core.rewards import Reward, Scorer
+from g2rpo.core.types import Policy
 from g2rpo.data.prompts import starter_caution, trained_on
 from g2rpo.models.sharding import Replicated, Sharded
 from g2rpo.rewards.catalogue import RewardConfig, RewardKind, with_frames

@@ -21,7 +21,8 @@ from g2rpo.core.data import Cond, Example
 from g2rpo.core.devices import same_device
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan, Rollout
-from g2rpo.core.types import Algorithm, Kernel, Policy, Reward
+from g2rpo.core.rewards import Reward
+from g2rpo.core.types import Algorithm, Kernel, Policy
 from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.guidance import sized

@@ -15,7 +15,7 @@ from g2rpo.config.algorithms import faults_of_gradients
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.plugins import Mentioned, refuse_object
-from g2rpo.core.types import CallableReward, Reward, as_rewards
+from g2rpo.core.rewards import CallableReward, Reward, as_rewards
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import RewardKind, faults_of_frames
 from g2rpo.train.found import Found

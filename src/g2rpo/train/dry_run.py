@@ -16,7 +16,8 @@ from g2rpo.core.data import Cond, Example, Loss
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import RewardFailed, UserError, placed, where
 from g2rpo.core.noise import generator_for
-from g2rpo.core.types import Algorithm, Scorer, as_reward
+from g2rpo.core.rewards import Scorer, as_reward
+from g2rpo.core.types import Algorithm
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import Brightness, load_function
 from g2rpo.rewards.catalogue import RewardKind

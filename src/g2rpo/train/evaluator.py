@@ -17,8 +17,8 @@ from g2rpo.config.schema import Config
 from g2rpo.config.work import work_in_pictures
 from g2rpo.core.data import Row
 from g2rpo.core.noise import seed_for
+from g2rpo.core.rewards import Reward, as_reward
 from g2rpo.core.statistics import Comparison, percent
-from g2rpo.core.types import Reward, as_reward
 from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.memory import BatchSizes, OutOfMemory
 from g2rpo.train.evaluation.heldout import (

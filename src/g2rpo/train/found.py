@@ -11,12 +11,12 @@ from pathlib import Path
 from g2rpo.config.schema import Config
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Policy, Scorer
+from g2rpo.core.rewards import Scorer
+from g2rpo.core.types import Policy
 from g2rpo.models import catalogue
 from g2rpo.models.load import Pipeline, find_pipeline
 from g2rpo.models.spec import PipelineSpec
-from g2rpo.rewards.catalogue import RewardKind, find_reward
-from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.catalogue import RewardConfig, RewardKind, find_reward
 from g2rpo.train.monitor.trackers import Tracker
 
 Question = Callable[[], str | None]

@@ -16,7 +16,8 @@ from torch import Tensor
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import add_metadata, remove_unfinished, whole, writing
-from g2rpo.core.types import AlgorithmState, Policy, Reward
+from g2rpo.core.rewards import Reward
+from g2rpo.core.types import AlgorithmState, Policy
 from g2rpo.models.sharding import Replicated
 from g2rpo.train.learner import Learner
 from g2rpo.train.model_card import copy_card

@@ -23,8 +23,9 @@ from g2rpo.core.data import Cond, Row
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import Preempted, refuse
 from g2rpo.core.plans import Plan
+from g2rpo.core.rewards import Reward, as_rewards
 from g2rpo.core.statistics import Comparison
-from g2rpo.core.types import Algorithm, Policy, Reward, as_rewards
+from g2rpo.core.types import Algorithm, Policy
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import WHOLE, Replicated
 from g2rpo.rollout.engine import Noise

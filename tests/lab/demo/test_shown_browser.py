@@ -85,8 +85,9 @@ def test_the_demo_shows_clips(tmp_path):
 @pytest.mark.slow
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
     from g2rpo.lab.demo import app
-    from g2rpo.lab.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
+    from g2rpo.lab.page import MAX_UPLOAD, UPLOAD, page_of, serve
     from g2rpo.lab.serving import Address
+    from g2rpo.rewards.server import MAX_BODY
 
     noise = torch.randint(
         256, (400, 400, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Reward
+from g2rpo.core.rewards import Reward
 from g2rpo.data.pairs import read_pairs
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.lab.teach import rounds

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from g2rpo.core.files import local
-from g2rpo.core.types import Reward, RewardModel
+from g2rpo.core.rewards import Reward, RewardModel
 from g2rpo.data.testbed import assets_dir
 from g2rpo.data.testbed.scenes import SIDE, FoundObject, Group, Relation, Scene, detect, kind, parse
 from g2rpo.data.testbed.words import (

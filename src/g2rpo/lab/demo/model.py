@@ -21,7 +21,7 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import check_counts
 from g2rpo.core.plans import Plan
-from g2rpo.core.types import Reward
+from g2rpo.core.rewards import Reward
 from g2rpo.data.testbed import knows, why_unknown
 from g2rpo.lab.evaluate import model_settings, reward_table
 from g2rpo.lab.report.history import model_name

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
-from g2rpo.core.types import Frames
+from g2rpo.core.rewards import Frames
 from g2rpo.lab.plan.kernels import Meter
 from g2rpo.models import hub
 from g2rpo.models.anyflow import DiffusersPolicy

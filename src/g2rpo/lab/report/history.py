@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.resolve import differences
-from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import (
@@ -28,6 +28,7 @@ from g2rpo.core.statistics import (
     rise,
     signed,
 )
+from g2rpo.models.options import PolicyConfig
 from g2rpo.train.evaluation.heldout import read_rows, values_of
 from g2rpo.train.monitor.alarms import DIVERSITIES, HELPS, Occurrence, occurrences
 from g2rpo.train.monitor.curves import CurveLine, heldout_line

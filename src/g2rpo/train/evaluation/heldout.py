@@ -22,8 +22,8 @@ from g2rpo.core.errors import UserError, counted, placed, refuse, shown
 from g2rpo.core.files import refuse_other, whole_file, write_whole
 from g2rpo.core.images import images_of, to_tensor
 from g2rpo.core.plain import as_json, read_lines_as
+from g2rpo.core.rewards import Reward
 from g2rpo.core.statistics import RIGHT, Comparison, in_proportion, or_nan, paired
-from g2rpo.core.types import Reward
 from g2rpo.train.monitor.pictures import (
     beside,
     clip_of,

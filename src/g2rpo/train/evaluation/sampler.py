@@ -16,8 +16,9 @@ from g2rpo.core.errors import Stopped, shown
 from g2rpo.core.flow import ode_step
 from g2rpo.core.noise import generator_for, seed_for
 from g2rpo.core.plain import Count, Section
+from g2rpo.core.rewards import Scorer, as_rewards
 from g2rpo.core.statistics import group_std
-from g2rpo.core.types import Policy, Scorer, as_rewards
+from g2rpo.core.types import Policy
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import GuidedEngine, guided_by, sized
