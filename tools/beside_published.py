@@ -43,6 +43,7 @@ from g2rpo.core.objectives import kernel_kl
 from g2rpo.core.plans import Rollout, Transition
 from g2rpo.train.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
+from tests.published.sources import SOURCES
 from tests.published.windows import spread, tilt
 from tests.support.tiny import save_flux, save_sd3
 
@@ -846,8 +847,11 @@ class Method:
     of the repository."""
 
     label: str
-    repository: str
     compare: Callable[[Path, Path], Beside | Function]
+
+    @property
+    def repository(self) -> str:
+        return SOURCES["EPG" if self.label == "PEPG" else self.label].repository
 
     def row(self, folder: Path, code: Path) -> str:
         found = self.compare(folder, code).differences().values()
@@ -859,19 +863,19 @@ class Method:
 
 
 METHODS = {
-    "pave_grpo": Method("Pave-GRPO", "Bujiazi/GRPO-Series", pave_grpo),
-    "e_grpo": Method("E-GRPO", "shengjun-zhang/VisualGRPO", e_grpo),
-    "diffusion_nft": Method("DiffusionNFT", "NVlabs/DiffusionNFT", diffusion_nft),
-    "awm": Method("AWM", "scxue/advantage_weighted_matching", awm),
-    "dgpo": Method("DGPO", "Luo-Yihong/DGPO", dgpo),
-    "epg": Method("EPG", "jaemoo-choi/rethinking-diffusion-rl", epg),
-    "pepg": Method("PEPG", "jaemoo-choi/rethinking-diffusion-rl", pepg),
-    "fdfo": Method("FDFO", "NVlabs/finite-difference-flow-optimization", fdfo),
-    "refl": Method("ReFL", "RuoyuWang-2077/FlowBP", refl),
-    "opsd": Method("DiffusionOPSD", "worldbench/DiffusionOPSD", opsd),
-    "self_opd": Method("Self-OPD", "Shiy-Zhang/Self-OPD", self_opd),
-    "flow_dppo": Method("Flow-DPPO", "verl-project/verl-omni", flow_dppo),
-    "flow_dpo": Method("Flow-DPO", "yifan123/flow_grpo", flow_dpo),
+    "pave_grpo": Method("Pave-GRPO", pave_grpo),
+    "e_grpo": Method("E-GRPO", e_grpo),
+    "diffusion_nft": Method("DiffusionNFT", diffusion_nft),
+    "awm": Method("AWM", awm),
+    "dgpo": Method("DGPO", dgpo),
+    "epg": Method("EPG", epg),
+    "pepg": Method("PEPG", pepg),
+    "fdfo": Method("FDFO", fdfo),
+    "refl": Method("ReFL", refl),
+    "opsd": Method("DiffusionOPSD", opsd),
+    "self_opd": Method("Self-OPD", self_opd),
+    "flow_dppo": Method("Flow-DPPO", flow_dppo),
+    "flow_dpo": Method("Flow-DPO", flow_dpo),
 }
 HEAD = "| algorithm | published code and its functions | run on | loss | gradient | weights |"
 PAGE = Path(__file__).parents[1] / "studies/published.md"
