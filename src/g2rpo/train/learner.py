@@ -77,6 +77,11 @@ class Learner:
         warm = (1 + self.steps) / (10 + self.steps) if self.config.ema_warmup else 1.0
         return min(warm, self.config.ema_decay)
 
+    @property
+    def rate(self) -> float:
+        """The optimizer's learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def set_rate(self, iteration: int, iterations: int) -> float:
         """The learning rate of an iteration, counted from 0: `learning_rate` after a linear
         warm-up, or a cosine from it to zero at the end."""

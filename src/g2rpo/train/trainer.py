@@ -154,6 +154,7 @@ class Trainer:
                 **of_groups(plans, list(self.rewards), groups, advantages),
                 **state_log,
                 **stats.summary(groups.algorithm),
+                "learning_rate": self.learner.rate,
                 **of_cost(groups, self.world, self.sizes, self.policy.device),
             }
         for listener in self.listeners:
@@ -292,10 +293,9 @@ class Trainer:
         if algorithm.uses_rewards:
             of = self.policy, self.rewards, self.reward_weights, groups.prompts
             updater.reward = partial(weighted_scores, *of)
-        rate = learner.set_rate(self.iteration, self.config.trainer.iterations)
+        learner.set_rate(self.iteration, self.config.trainer.iterations)
         with guided_by(self.policy, self.config.sampling.guidance_scale):
             stats = updater.update(groups.examples(advantages), groups.cond)
-        stats.learning_rate = rate
         learner.update_average()
         if algorithm.uses_old:
             learner.update_old(algorithm.old_decay(learner.steps))

@@ -30,7 +30,6 @@ class UpdateStats:
     log: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
-    learning_rate: float = math.nan
 
     def add(self, passes: UpdateStats, share: float) -> None:
         """Adds the statistics of one update, weighted by its `share` of all members."""
@@ -55,7 +54,6 @@ class UpdateStats:
             **algorithm.metrics({name: torch.cat(values) for name, values in self.log.items()}),
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "skipped_updates": float(self.skipped),
-            "learning_rate": self.learning_rate,
         }
 
 

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count
-from g2rpo.lab.plan.fake_tensors import CONVOLUTIONS, CudaAutocast
+from g2rpo.lab.plan.fake_tensors import CudaAutocast
 from g2rpo.lab.plan.kernels import (
     ATTENTION,
+    CONVOLUTIONS,
     MOVING,
     PRODUCTS,
     RATES,

@@ -8,9 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from g2rpo.core.statistics import RIGHT
 from g2rpo.lab.report import charts
-from g2rpo.lab.report.charts import HEIGHT, VARIABLES, WIDTH, compact, key_mark, line_chart, thin
+from g2rpo.lab.report.charts import (
+    HEIGHT,
+    RIGHT,
+    VARIABLES,
+    WIDTH,
+    compact,
+    key_mark,
+    line_chart,
+    thin,
+)
 from g2rpo.train.monitor.curves import CurveLine, Panel
 
 CSS = (files("g2rpo.lab.report") / "templates" / "style.css").read_text("utf-8")

@@ -40,7 +40,7 @@ FLOAT32_OPERATIONS = listed()
 JOINED = {"cat", "stack", "index_copy"}
 """Functions for which the CPU's autocast copies narrower inputs to the widest dtype; CUDA's leaves
 them alone."""
-CONVOLUTIONS = (F.conv2d, torch.conv2d)
+CONV2D = (F.conv2d, torch.conv2d)
 
 
 class CudaAutocast(TorchFunctionMode):
@@ -86,7 +86,7 @@ class CudaAutocast(TorchFunctionMode):
                     return func(*args, **kwargs)
         if func in (F.group_norm, torch.group_norm):
             args = (args[0].contiguous(), *args[1:])
-        if func in CONVOLUTIONS and args[1].is_contiguous(memory_format=torch.channels_last):
+        if func in CONV2D and args[1].is_contiguous(memory_format=torch.channels_last):
             args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
         return _rms_norm(*args, **kwargs) if func is F.rms_norm else func(*args, **kwargs)
 
