@@ -185,10 +185,10 @@ def _entries(
 def sampler(run: str | Path, *, base: bool = False, seed: int = 0) -> Sampler:
     """A finished run's model, with its tuned weights unless `base`, as its evaluations sample it:
     `policy`, `sigmas`, `pictures(prompts)`."""
-    return painter(_config_of(run, base, seed))
+    return painter(_sample_config_of(run, base, seed))
 
 
-def _config_of(run: str | Path, base: bool, seed: int) -> SampleConfig:
+def _sample_config_of(run: str | Path, base: bool, seed: int) -> SampleConfig:
     _quiet()
     return sample_config(run_settings(local(run), base=base), seed=seed, batch_size=16)
 
@@ -201,7 +201,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     """
     _check(prompts=prompts)
     check_inputs(prompts)
-    sampled = painter(_config_of(run, base, seed), prompts)
+    sampled = painter(_sample_config_of(run, base, seed), prompts)
     return replace(sampled, decode_batch_size=PICTURES_AT_ONCE).pictures(prompts)
 
 
@@ -212,7 +212,7 @@ def evaluate(
     `g2rpo evaluate`."""
     _check(prompts=prompts, rewards=rewards)
     check_inputs(prompts)
-    config = _config_of(run, False, seed)
+    config = _sample_config_of(run, False, seed)
     loaded = load_pipeline(config.policy, tuning="frozen")
     loaded.warn_of(prompts, print)
     cache = Run(local(run)).read_config().prompts.cache

@@ -84,7 +84,9 @@ def test_shared_options_are_checked_before_anything_is_loaded(name, option, valu
 )
 def test_what_apples_gpus_lack_is_refused_by_name(monkeypatch, overrides, facts):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    said = list(checks._device(find(load_config("words", ["policy.device=mps", *overrides]))))
+    said = list(
+        checks._faults_of_device(find(load_config("words", ["policy.device=mps", *overrides])))
+    )
     for complaint, fact in zip(said, facts, strict=True):
         assert complaint.startswith("policy.device=mps") and fact in complaint
 

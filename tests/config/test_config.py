@@ -229,4 +229,4 @@ def test_code_that_the_command_line_names_is_allowed_wherever_it_stands(override
     (tmp_path / "own.py").write_text("class It: ...\n\n\ndef it(images, prompts): ...\n")
     named = override.format(tmp_path / "own.py")
     config(named)
-    assert plugins.find("trackers", f"{tmp_path}/own.py:It", {}).__name__ == "It"
+    assert plugins.find_class("trackers", f"{tmp_path}/own.py:It", {}).__name__ == "It"

@@ -180,7 +180,7 @@ def leaves(kind, prefix):
 
 def options():
     algorithms = {field.name for kind in ALGORITHMS.values() for field in dataclasses.fields(kind)}
-    kinds = [plugins.find("rewards", name, REWARDS) for name in REWARDS]
+    kinds = [plugins.find_class("rewards", name, REWARDS) for name in REWARDS]
     rewards = {name for kind in kinds for name in inspect.signature(kind).parameters}
     return {
         *leaves(Config, ""),

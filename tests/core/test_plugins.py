@@ -119,7 +119,7 @@ def test_all_code_of_a_config_is_refused_in_one_message():
 @pytest.mark.parametrize("module", ["os:getcwd", "subprocess:run"])
 def test_modules_of_pythons_own_are_refused_too(module):
     with pytest.raises(plugins.CodeNotAllowed):
-        plugins.find("rewards", module, {})
+        plugins.find_class("rewards", module, {})
 
 
 @pytest.mark.parametrize("target", ["mine.py:it", "mine.py:é", "a:b/mine.py:it"])
@@ -185,7 +185,7 @@ def test_code_that_is_no_algorithm_is_one_message(tmp_path, code):
 @pytest.mark.parametrize("group", ["algorithms", "policies", "rewards", "trackers"])
 def test_a_file_without_a_name_in_it_is_no_misspelt_built_in(group):
     with pytest.raises(UserError, match=r"^mine\.py is a file; .*mine\.py:NAME$"):
-        plugins.find(group, "mine.py", {"mine": "x:Mine"})
+        plugins.find_class(group, "mine.py", {"mine": "x:Mine"})
 
 
 def test_plugins_may_be_allowed_anywhere_on_the_command_line():

@@ -23,7 +23,7 @@ from tests.support.pages import ROOT
 from tests.support.refusals import refusal
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-KINDS = {name: plugins.find("rewards", name, REWARDS) for name in REWARDS}
+KINDS = {name: plugins.find_class("rewards", name, REWARDS) for name in REWARDS}
 NEEDED = {"clip_score": {"path": "apple/DFN5B-CLIP-ViT-H-14"}}
 
 

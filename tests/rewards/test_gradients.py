@@ -4,11 +4,11 @@ scores."""
 import pytest
 import torch
 
-from g2rpo.core.plugins import find
+from g2rpo.core.plugins import find_class
 from g2rpo.rewards.catalogue import REWARDS
 from tests.support.tolerances import network
 
-KINDS = {name: find("rewards", name, REWARDS) for name in REWARDS}
+KINDS = {name: find_class("rewards", name, REWARDS) for name in REWARDS}
 DIFFERENTIABLE = [name for name, kind in KINDS.items() if kind.differentiable]
 PROMPTS = ["a red circle", "two blue squares"]
 

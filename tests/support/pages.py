@@ -226,7 +226,7 @@ def check_g2rpo(arguments: list[str]) -> None:
         settings = settings or evaluate.config_settings(load_config("scenes", []))
         named = {
             "prompts": given["prompts"],
-            "rewards": evaluate.named_rewards(given["rewards"]) if given["rewards"] else None,
+            "rewards": evaluate.rewards_named(given["rewards"]) if given["rewards"] else None,
             "steps": evaluate.step_counts(given["steps"]) if given["steps"] else None,
         }
         # the first may be a run

@@ -166,7 +166,7 @@ def evaluate(
     named = {
         "prompts": prompts,
         "num_prompts": num_prompts,
-        "rewards": command.named_rewards(rewards) if rewards else None,
+        "rewards": command.rewards_named(rewards) if rewards else None,
         "steps": command.step_counts(steps) if steps else None,
         "seed": seed,
         "batch_size": batch_size,

@@ -37,13 +37,13 @@ def demo(
     """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.lab.demo.command import demo as serve
     from g2rpo.lab.demo.model import config_of_model
-    from g2rpo.lab.evaluate import named_rewards
+    from g2rpo.lab.evaluate import rewards_named
     from g2rpo.lab.serving import Address
     from g2rpo.train.run.folder import Run
 
     run = options.run_or_newest(run, model)
     options.run_or_model(run, model, rewards=rewards, guidance=guidance, size=size)
-    table = named_rewards(rewards) if rewards is not None else None
+    table = rewards_named(rewards) if rewards is not None else None
     config = (
         Run(run).read_config(mention=False)
         if run

@@ -65,7 +65,7 @@ _names: dict[type, str] = {}  # the name by which a class from outside was found
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class called `name`. UserError for an unknown name, code that was not allowed, and a
     class that is no algorithm."""
-    kind = plugins.find("algorithms", name, BUILTIN)
+    kind = plugins.find_class("algorithms", name, BUILTIN)
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         raise UserError(
             f"algorithm.name={name}: should be a dataclass, whose fields are the hyper-parameters"

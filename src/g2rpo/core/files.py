@@ -178,14 +178,15 @@ def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         text = {**header.get("__metadata__", {}), **entries}
         content = json.dumps(
-            {"__metadata__": dict(sorted(text.items())), **_entries(header)}, separators=(",", ":")
+            {"__metadata__": dict(sorted(text.items())), **_tensor_entries(header)},
+            separators=(",", ":"),
         ).encode()
         content += b" " * (-len(content) % 8)  # the tensors begin at a multiple of 8
         copy.write(len(content).to_bytes(8, "little") + content)
         shutil.copyfileobj(file, copy)
 
 
-def _entries(header: Mapping[str, Any]) -> dict[str, Any]:
+def _tensor_entries(header: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 

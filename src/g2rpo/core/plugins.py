@@ -150,7 +150,7 @@ def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
     return {**installed, **builtin}
 
 
-def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
+def find_class(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     """The class or function called `name` in a group. Raises `CodeNotAllowed` for a file or module
     that was not allowed, and UserError for an unknown name, missing code, or code that cannot be
     imported.

@@ -26,10 +26,10 @@ bend within it."""
 def perturb(policy: DiffusersPolicy) -> None:
     """Changes the trained weights visibly: an adapter, whose second factor is 0 at first, or all
     weights."""
-    _move(policy, _changes(policy, 0.5 if policy.options.tuning == "lora" else 0.1), 1)
+    _move(policy, _random_changes(policy, 0.5 if policy.options.tuning == "lora" else 0.1), 1)
 
 
-def _changes(policy: DiffusersPolicy, size: float) -> dict[str, Tensor]:
+def _random_changes(policy: DiffusersPolicy, size: float) -> dict[str, Tensor]:
     """Random changes of the trained weights by `size` of what they are; of adapters that are 0 at
     first, of what a layer's inputs are. First factors change by half, for the part of less would
     be of second order."""
@@ -65,7 +65,7 @@ def gradient_error(
     with torch.no_grad():
         before = velocity()
     for doubling in range(DOUBLINGS):
-        changes = _changes(policy, 2.0 ** (doubling - 10))
+        changes = _random_changes(policy, 2.0 ** (doubling - 10))
         _move(policy, changes, 1)
         with torch.no_grad():
             change = velocity() - before

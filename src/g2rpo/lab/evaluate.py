@@ -84,7 +84,7 @@ def model_settings(model: str, size: int | None, guidance: float | None) -> dict
     return {"policy": {**policy, "max_sequence_length": length}}
 
 
-def named_rewards(names: str) -> dict[str, Any]:
+def rewards_named(names: str) -> dict[str, Any]:
     """Rewards from a comma-separated list, or from a YAML file written like a config's
     `rewards:`."""
     if names.endswith((".yaml", ".yml")):
@@ -99,7 +99,7 @@ def named_rewards(names: str) -> dict[str, Any]:
 
 
 def reward_table(rewards: Mapping[str, Any]) -> RewardTable:
-    """The checked configs of `named_rewards`."""
+    """The checked configs of `rewards_named`."""
     return resolve_as(_Rewards, {"rewards": dict(rewards)}, source="--rewards").rewards
 
 

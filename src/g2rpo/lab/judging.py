@@ -310,7 +310,7 @@ class Judging(Evaluator):
             files = [self.files.path / row["picture"] for row in rows]
             if (first := clip_of(files[0])).is_file():
                 seconds = read_clip(first)[1]
-            images = torch.stack([_read(file) for file in files])
+            images = torch.stack([_read_painted(file) for file in files])
             prompts = tuple(self.prompts[place] for place in shown)
             sides[side] = Evaluation(prompts, images, scores_of(rows), right_of(rows))
         count, taken = counted(len(self.prompts), "prompt"), counted(steps, "step")
@@ -356,7 +356,7 @@ def scores_where(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
     return {name: values.double() for name, values in values_of(chosen).items()}
 
 
-def _read(path: Path) -> Tensor:
+def _read_painted(path: Path) -> Tensor:
     again = "); delete it and the same command paints it again"
     with placed(f"{path}: is damaged (", OSError, ValueError, after=again):
         return read_picture(path)

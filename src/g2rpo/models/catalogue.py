@@ -284,7 +284,9 @@ def find_policy(name: str) -> Any:
     """The spec, or the policy's class, called `name`: a pipeline class of this table or of an
     installed package, or code of the user's (FILE.py:NAME)."""
     return (
-        SPECS[name] if name in SPECS else plugins.find("policies", name, dict.fromkeys(SPECS, ""))
+        SPECS[name]
+        if name in SPECS
+        else plugins.find_class("policies", name, dict.fromkeys(SPECS, ""))
     )
 
 

@@ -211,7 +211,7 @@ def find_reward(key: str, entry: RewardConfig) -> RewardKind:
     """The kind of one reward, whose entry is at `key` of the config; UserError as `find_rewards`."""
     refuse_object(f"{key}.kind", entry.kind)
     try:
-        made = plugins.find("rewards", entry.kind, REWARDS)
+        made = plugins.find_class("rewards", entry.kind, REWARDS)
         found = RewardKind(key, entry, made)
         plugins.require_all(_code_options(found))
         call = (
@@ -234,7 +234,7 @@ def _codes(entry: RewardConfig) -> list[str]:
         return [entry.kind]
     if entry.kind not in REWARDS:
         return []
-    return _code_options(RewardKind("", entry, plugins.find("rewards", entry.kind, REWARDS)))
+    return _code_options(RewardKind("", entry, plugins.find_class("rewards", entry.kind, REWARDS)))
 
 
 def _code_options(kind: RewardKind) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import shown
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.core.plugins import find, is_code
+from g2rpo.core.plugins import find_class, is_code
 from g2rpo.core.rewards import RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
 from g2rpo.rewards.geneval_scoring import (
@@ -179,7 +179,7 @@ def _detector(given: str | Detector, least: float, device: str, dtype: str) -> D
         return given
     if not is_code(given):
         return TransformersDetector(given, least=least, device=device, dtype=dtype)
-    loaded: Any = find("detectors", given, {})
+    loaded: Any = find_class("detectors", given, {})
     return cast(Detector, loaded() if isinstance(loaded, type) else loaded)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import counted, cut
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.images import check_counts, check_inputs
 from g2rpo.core.rewards import Reward, Scorer
@@ -160,7 +160,9 @@ def show_prompts(found: Found, emit: Emit) -> None:
     keys = dict(zip(("prompts", "heldout"), lists, strict=True))
     shown = {keys[name]: source for name, source in found.sources.items()}
     for which, (key, source) in shown.items():
-        first = ", ".join(_short(prompt) for prompt in lists[which][:FIRST_PROMPTS])
+        first = ", ".join(
+            repr(cut(str(prompt), SHOWN_LETTERS)) for prompt in lists[which][:FIRST_PROMPTS]
+        )
         held = counted(len(lists[which]), "prompt")
         emit(Line(f"={source}: {held}, first {first}", title=key))
     for which in shown:
@@ -179,7 +181,8 @@ def _texts_read(reward: type[Reward], prompts: Sequence[str]) -> str | None:
         return None
     absent = sum(targets[prompt] is None for prompt in prompts)
     shown = "; ".join(
-        f"{text!r} from {_short(prompt)}" for prompt, text in list(read.items())[:SHOWN_TARGETS]
+        f"{text!r} from {cut(str(prompt), SHOWN_LETTERS)!r}"
+        for prompt, text in list(read.items())[:SHOWN_TARGETS]
     )
     none = (
         f"{absent} of {len(prompts)} name no text and get no score"
@@ -187,7 +190,3 @@ def _texts_read(reward: type[Reward], prompts: Sequence[str]) -> str | None:
         else f"all {len(prompts)} name a text"
     )
     return f"{none}. Read are {shown}"
-
-
-def _short(prompt: str) -> str:
-    return repr(str(prompt) if len(prompt) <= SHOWN_LETTERS else f"{prompt[:SHOWN_LETTERS]}...")

@@ -76,7 +76,7 @@ def check_rewards_alone(table: Mapping[str, RewardConfig]) -> dict[str, RewardKi
     return found
 
 
-def _device(found: Found) -> Iterator[str]:
+def _faults_of_device(found: Found) -> Iterator[str]:
     """What the config asks and its device lacks."""
     config, policy = found.config, found.config.policy
     if torch.device(pick_device(policy.device)).type != "mps":
@@ -313,7 +313,7 @@ def _input_pictures(found: Found) -> Iterator[str]:
 
 CHECKS: Sequence[Sequence[Check]] = (
     (
-        _device,
+        _faults_of_device,
         _ranks,
         *SETTINGS,
         _options,

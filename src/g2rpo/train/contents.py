@@ -28,8 +28,8 @@ def contents_of(found: Found) -> dict[str, str]:
     config, given, pipeline = found.config, found.given, found.pipeline
     rewards = {**(given.rewards or {}), **(given.judges or {})}
     digests = {
-        "prompts.train": f"{len(found.prompts)} prompts, {_short(digest_of_prompts(found.prompts))}",
-        "evaluation.prompts": f"{len(found.heldout)} prompts, {_short(digest_of_prompts(found.heldout))}",
+        "prompts.train": f"{len(found.prompts)} prompts, {_short_digest(digest_of_prompts(found.prompts))}",
+        "evaluation.prompts": f"{len(found.heldout)} prompts, {_short_digest(digest_of_prompts(found.heldout))}",
         **({"policy.path": source_of(given.policy)} if pipeline is None else pipeline.digests()),
         "policy.kind": _of_code(config.policy.kind or ""),
         "algorithm": source_of(config.algorithm),
@@ -46,7 +46,7 @@ def source_of(thing: Any) -> str:
     if kind.__module__.partition(".")[0] == "g2rpo":
         return ""
     try:
-        return f"source of {kind.__qualname__}, {_short(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
+        return f"source of {kind.__qualname__}, {_short_digest(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
     except (
         OSError,
         TypeError,
@@ -89,12 +89,12 @@ def _file_of(value: str) -> Path | None:
 def _of_path(path: Path) -> str:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        return _short(
+        return _short_digest(
             digest_of([[file.relative_to(path).as_posix(), file.stat().st_size] for file in files])
         )
     size = path.stat().st_size
-    return _short(FileDigests(None).of(path)) if size <= SMALL_FILE else f"{size} bytes"
+    return _short_digest(FileDigests(None).of(path)) if size <= SMALL_FILE else f"{size} bytes"
 
 
-def _short(digest: str) -> str:
+def _short_digest(digest: str) -> str:
     return f"sha256 {digest[:16]}"

@@ -97,7 +97,7 @@ class Workers:
             job.log.parent.mkdir(parents=True, exist_ok=True)
             words = [*plugins.repeated(), *job.arguments]
             process = begin(
-                command, words, str(job.log), {**os.environ, **environment_of(slot, self.count)}
+                run_command, words, str(job.log), {**os.environ, **environment_of(slot, self.count)}
             )
             running.add(process)
             if stopped.is_set():  # while it began, which takes seconds
@@ -134,7 +134,7 @@ def begin(target: Any, *arguments: Any) -> Any:
     return process
 
 
-def command(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+def run_command(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
     """`g2rpo` with these arguments in this process, in an environment; its output is added to
     `log`."""
     with open(log, "ab", opener=open_regular) as file:

@@ -312,7 +312,7 @@ def _outcome(group: SeedGroup) -> str:
         told = [changes[name].sentence(name) for name in names]
         said = f"on {counted(heldout, 'held-out prompt')} {'; '.join(told)}"
     length = counted(max(group.judged_after), "iteration")
-    return f"Trained on {_listed(names)} for {length}: {said}."
+    return f"Trained on {_with_and(names)} for {length}: {said}."
 
 
 def _in_training(group: SeedGroup) -> str:
@@ -355,7 +355,7 @@ def _fallen(group: SeedGroup) -> list[str]:
 def _worse(group: SeedGroup) -> str:
     """What fell and the alarms; "" for neither."""
     raised = list(dict.fromkeys(one.name for one in group.alarms()))
-    alarms = [f"alarm{'s' * (len(raised) > 1)} {_listed(raised)}"] if raised else []
+    alarms = [f"alarm{'s' * (len(raised) > 1)} {_with_and(raised)}"] if raised else []
     worse = [*_fallen(group), *alarms]
     return f"Worse: {'; '.join(worse)}." if worse else ""
 
@@ -377,7 +377,7 @@ def _next(group: SeedGroup) -> str:
     return f"Next: `{shlex.join(['g2rpo', 'resume', folder, more])}` trains on."
 
 
-def _listed(names: list[str]) -> str:
+def _with_and(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 

@@ -284,7 +284,7 @@ TRACKERS = {
 def faults_of_tracker(name: str) -> Iterator[str]:
     """Of a tracker whose library is not installed, and a class that is none. UserError for a name
     of which there is nothing."""
-    kind = plugins.find("trackers", name, TRACKERS)
+    kind = plugins.find_class("trackers", name, TRACKERS)
     lacks = [each for each in METHODS if not callable(getattr(kind, each, None))]
     if isinstance(kind, type) and lacks:
         yield f"trackers: {name} is no tracker, it lacks {', '.join(lacks)}"
@@ -294,4 +294,4 @@ def faults_of_tracker(name: str) -> Iterator[str]:
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:
     """The trackers of a config; nothing of their libraries is imported yet."""
-    return [plugins.find("trackers", name, TRACKERS)() for name in names]
+    return [plugins.find_class("trackers", name, TRACKERS)() for name in names]
