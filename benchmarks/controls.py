@@ -33,7 +33,7 @@ from g2rpo.lab.untrained import Controls, against_controls, in_figures, in_words
 from g2rpo.models.load import build_policy
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.train.evaluation.controls import DRAWS, Control
-from g2rpo.train.evaluation.heldout import right_of, scores_of
+from g2rpo.train.evaluation.heldout import values_of
 from g2rpo.train.evaluation.sampler import sampler_of
 from g2rpo.train.run.folder import Run
 
@@ -64,8 +64,7 @@ def judged(run: Path, count: int) -> Controls:
             for row in rows
             if (row["side"], control or row.get("control")) == (side, row.get("control"))
         ]
-        right = right_of(own)
-        return scores_of(own) | ({} if right is None else {RIGHT: right})
+        return values_of(own)
 
     return against_controls(
         {control: of("control", str(control)) for control in CONTROLS},

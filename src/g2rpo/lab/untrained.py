@@ -1,5 +1,5 @@
-"""What the untrained model reaches with other sampler settings, or as the best of several pictures, beside the
-tuned model.
+"""What the untrained model reaches with other sampler settings, or as the best of several pictures,
+beside the tuned model.
 
 A gain of training counts if it exceeds these, at their price: network evaluations and reward
 readings of a picture."""
@@ -99,13 +99,9 @@ class Controls(Section):
         """Names that cannot be compared, for want of scores, are left out."""
         best = {}
         for name, base in self.ways[0].means.items():
-            scored = [way for way in ways if not math.isnan(way.means[name])]
+            scored = [way for way in ways if not math.isnan(way.means[name] + base)]
             way = max(scored, key=lambda way: way.means[name], default=None)
-            if (
-                way is not None
-                and not math.isnan(base)
-                and (not way.leads or way.leads[name].count)
-            ):
+            if way and (not way.leads or way.leads[name].count):
                 best[name] = way
         return best
 
@@ -120,9 +116,9 @@ def against_controls(
 ) -> Controls:
     """The table of controls, from the base's scores by control and the tuned model's
     (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls` and
-    `compare --controls` show. The base first; then the
-    sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
-    the tuned model, plain and as `TUNED`."""
+    `compare --controls` show. The base first; then the sampler settings, the best of 2, 4, ...
+    draws, chosen by the trained rewards with their `weights`, and the tuned model, plain and as
+    `TUNED`."""
 
     def way(
         kind: Kind, name: str, evaluations: int, scores: ControlScores, readings: int = 0
