@@ -37,7 +37,7 @@ class Clock:
         parts = SimpleNamespace(Event=Over, Thread=threading.Thread)
         monkeypatch.setattr(life, "threading", parts)
         monkeypatch.setattr(life, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(life, "POLL", POLL)
+        monkeypatch.setattr(life, "LOOK_SECONDS", POLL)
 
     def passes(self, seconds):
         for _ in range(round(seconds / POLL)):

@@ -20,13 +20,13 @@ from g2rpo.core.statistics import paired
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.monitor.alarms import (
     ALARMS,
+    FALSE_ALARM_LEVEL,
     HELPS,
-    LEAST,
-    LEVEL,
+    LEAST_FALL,
     MASKED,
     SATURATED,
     SILENT,
-    WINDOW,
+    WINDOW_ITERATIONS,
     Alarms,
     crowd,
     fallen_rewards,
@@ -85,12 +85,12 @@ def training_alarms(rows, limit=1.0):
     ],
 )
 def test_shares_are_averaged_over_a_window(name, key, limit):
-    def alarms(share, count=WINDOW):
+    def alarms(share, count=WINDOW_ITERATIONS):
         shares = [share * (0.5 if i % 2 else 1.5) for i in range(count)]
         return training_alarms([QUIET | {key: each} for each in shares])
 
     assert alarms(limit * 1.01) == {name}
-    assert alarms(limit * 0.99) == alarms(limit * 1.01, WINDOW - 1) == set()
+    assert alarms(limit * 0.99) == alarms(limit * 1.01, WINDOW_ITERATIONS - 1) == set()
 
 
 @pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
@@ -255,7 +255,7 @@ def test_what_is_significant_and_too_small_to_see_raises_nothing():
         assert chance_of_fall(base, judged["judged"]) < 1e-6
         before = {"trained": base, "judged": base}
         raised = fallen_rewards(history(before, trained | judged), ["trained"])
-        assert raised.keys() == ({"hacking"} if fall > LEAST else set())
+        assert raised.keys() == ({"hacking"} if fall > LEAST_FALL else set())
     assert "(-0.14 s.d.) since iteration 0 while trained rose (+0.11 s.d.) (p" in raised["hacking"]
 
 
@@ -266,9 +266,9 @@ def test_a_fall_counts_less_the_more_evaluations_it_is_sought_in():
     noise = torch.tensor([1.0, -1.0]).repeat(10).double()
     fallen = min(
         (noise - shift / 100 for shift in range(100)),
-        key=lambda now: abs(chance_of_fall(base, now) - LEVEL / 4),
+        key=lambda now: abs(chance_of_fall(base, now) - FALSE_ALARM_LEVEL / 4),
     )
-    assert LEVEL / 12 < chance_of_fall(base, fallen) < LEVEL / 2
+    assert FALSE_ALARM_LEVEL / 12 < chance_of_fall(base, fallen) < FALSE_ALARM_LEVEL / 2
     base, fallen = {"r": base}, {"r": fallen}
     assert fallen_rewards(history(base, fallen), []).keys() == {"decline"}
     assert fallen_rewards(history(base, base, fallen), []) == {}
@@ -295,12 +295,16 @@ def test_runs_that_change_nothing_rarely_raise_a_false_alarm():
         false += any(fallen_rewards(history(*scores[: i + 1]), ["trained"]) for i in range(1, 6))
         if run < 50:
             plain += any(
-                chance_of_fall(x[n], y[n]) < LEVEL
+                chance_of_fall(x[n], y[n]) < FALSE_ALARM_LEVEL
                 for i, y in enumerate(scores)
                 for x in scores[:i]
                 for n in y
             )
-    assert false / 100 < LEVEL + 3 * math.sqrt(LEVEL * (1 - LEVEL) / 100) and plain > 15
+    assert (
+        false / 100
+        < FALSE_ALARM_LEVEL + 3 * math.sqrt(FALSE_ALARM_LEVEL * (1 - FALSE_ALARM_LEVEL) / 100)
+        and plain > 15
+    )
 
 
 def column(**values):

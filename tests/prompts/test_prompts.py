@@ -17,7 +17,7 @@ from g2rpo.core.images import digest_of_prompts
 from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.data import formats
 from g2rpo.data.prompts import PromptOrder
-from g2rpo.data.sources import LONGEST, read_prompts
+from g2rpo.data.sources import LONGEST_PROMPT, read_prompts
 from tests.support.runs import trainer
 
 
@@ -100,7 +100,11 @@ REFUSED = [
         b'{"prompt": "a", "images": ["https://x.org/a.png"]}',
         "line 1: https.* is an address",
     ),
-    ("a.txt", b"a\n" + b"x" * (LONGEST + 1), f"line 2: .* a prompt may have {LONGEST}"),
+    (
+        "a.txt",
+        b"a\n" + b"x" * (LONGEST_PROMPT + 1),
+        f"line 2: .* a prompt may have {LONGEST_PROMPT}",
+    ),
     ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2: has no column 'prompt'"),
     ("a.jsonl", b'{"prompt": "x"}\ny', "line 2: is no JSON"),
     ("a.jsonl", b'{"prompt": "x", "prompt": "y"}', "line 1: .*has the key 'prompt' twice"),

@@ -71,7 +71,7 @@ def test_a_posterior_mode_has_no_gradient():
 def test_the_curvature_is_the_second_derivative_of_choices_that_are_meant(monkeypatch):
     """By finite differences, without slips, which it leaves out: an error of step^2, 1e-8, times
     fourth derivatives, and of rounding of four values near 30, 7e-7."""
-    monkeypatch.setattr(heads, "SLIPS", 0.0)
+    monkeypatch.setattr(heads, "SLIP_SHARE", 0.0)
     group = choices(6)
     group[0] = Choice(group[0].features, (2, 5), 0)
     block, everyone = heads._Block.of("right", group), list(range(6))

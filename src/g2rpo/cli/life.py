@@ -13,11 +13,11 @@ from contextlib import contextmanager
 FIRST_SILENCE = 0.5
 """Seconds of silence before the first line, which comes within two seconds of the start on a busy
 machine too."""
-EVERY, LATER = 5.0, 60.0
-"""Seconds between lines: in the first `PATIENT` seconds of a silence, and afterwards, as while the
+SECONDS_AT_FIRST, SECONDS_LATER = 5.0, 60.0
+"""Seconds between lines: in the first `FIRST_SECONDS` seconds of a silence, and afterwards, as while the
 jobs of a study run."""
-PATIENT = 120.0
-POLL = 0.25
+FIRST_SECONDS = 120.0
+LOOK_SECONDS = 0.25
 """Seconds between two looks at the clock."""
 
 
@@ -60,7 +60,7 @@ class Life:
             teller.join()
 
     def _tell(self, work: str, began: float, over: threading.Event) -> None:
-        while not over.wait(POLL):
+        while not over.wait(LOOK_SECONDS):
             now = time.monotonic()
             if not self._paused and now - self._told >= self._patience(now):
                 self._told = now
@@ -74,7 +74,7 @@ class Life:
         """The longest silence at this moment."""
         if self._told == self._silent_since:
             return FIRST_SILENCE
-        return EVERY if now - self._silent_since < PATIENT else LATER
+        return SECONDS_AT_FIRST if now - self._silent_since < FIRST_SECONDS else SECONDS_LATER
 
 
 LIFE = Life()

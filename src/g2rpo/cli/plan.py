@@ -17,9 +17,9 @@ from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import OnCard, PlanAnswer, on_cards
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import CountedIteration, Counts
-from g2rpo.lab.plan.kernels import SPREAD
-from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
-from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
+from g2rpo.lab.plan.kernels import TIME_SPREAD
+from g2rpo.lab.plan.memory import BYTES_IN_FILES, CONTEXT_BYTES, SLACK
+from g2rpo.lab.plan.plan import COUNTS_OF_ITERATION, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds
 
 
@@ -144,7 +144,7 @@ def _work_table(plan: Estimate) -> Table:
             name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}"
         )
 
-    evaluations = COUNTED["evaluations"]
+    evaluations = COUNTS_OF_ITERATION["evaluations"]
     each = sorted({evaluations(iteration) / counts.prompts for iteration, _ in counts.kinds})
     span = " to ".join(f"{number:,.10g}" for number in dict.fromkeys((each[0], each[-1])))
     row(f"network evaluations: {counted(counts.prompts, 'prompt')} x {span}", evaluations)
@@ -153,16 +153,16 @@ def _work_table(plan: Estimate) -> Table:
             "  rows of the network: guidance takes two an evaluation",
             lambda it: it.network_rows(rows),
         )
-    row("rows of the training pass, forward and backward", COUNTED["training_rows"])
+    row("rows of the training pass, forward and backward", COUNTS_OF_ITERATION["training_rows"])
     if plan.config.algorithm.uses_base or plan.config.algorithm.uses_old:
         row(
             "  and without gradient, under the untrained or the old weights",
-            COUNTED["reference_rows"],
+            COUNTS_OF_ITERATION["reference_rows"],
         )
-    row("optimizer steps", COUNTED["optimizer_steps"])
-    row("pictures decoded", COUNTED["images"])
+    row("optimizer steps", COUNTS_OF_ITERATION["optimizer_steps"])
+    row("pictures decoded", COUNTS_OF_ITERATION["images"])
     for name in plan.config.rewards:
-        row(f"pictures scored by {name}", COUNTED["images"])
+        row(f"pictures scored by {name}", COUNTS_OF_ITERATION["images"])
     times, judged = (
         counts.times_evaluated,
         ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards]),
@@ -215,7 +215,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
         )
     for name, size in memory.files.items():
         if size:
-            row = f"download and disk: the files of {name}, with {STORED} to {2 * STORED} bytes a parameter"
+            row = f"download and disk: the files of {name}, with {BYTES_IN_FILES} to {2 * BYTES_IN_FILES} bytes a parameter"
             table.add_row(row, f"{in_bytes(size)} to {in_bytes(2 * size)}")
     return table
 
@@ -317,7 +317,7 @@ def duration(seconds: float) -> str:
 def planned(seconds: float) -> str:
     """A planned duration, with the interval in which nine of ten lie: 5.0 h, 4.2 to 5.8."""
     size, unit = unit_of(seconds)
-    low, high = (_digits(seconds * bound / size, unit) for bound in SPREAD)
+    low, high = (_digits(seconds * bound / size, unit) for bound in TIME_SPREAD)
     return f"{duration(seconds)}, {low} to {high}"
 
 

@@ -18,7 +18,7 @@ from g2rpo.config.complaints import REWARD_TABLES, complaints, truths
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, refuse
-from g2rpo.core.plain import DEPTH, Section, parse_yaml, read_text
+from g2rpo.core.plain import DEEPEST_NESTING, Section, parse_yaml, read_text
 from g2rpo.core.plugins import PYTHON
 
 LARGEST_YAML = 2**18
@@ -264,8 +264,8 @@ def _faults_of_override(data: Mapping[str, Any], override: str) -> Iterator[str]
         if code != key and plugins.is_code(code):
             name = f"{table}.{code.rpartition(':')[2]}"
             yield f"{key}: code is a reward's kind, not its name; write {name}.kind={code}"
-    if key.count(".") > DEPTH:
-        yield f"'{key:.80}...' names a key inside {key.count('.')} others; at most {DEPTH} are read"
+    if key.count(".") > DEEPEST_NESTING:
+        yield f"'{key:.80}...' names a key inside {key.count('.')} others; at most {DEEPEST_NESTING} are read"
 
 
 def _faults_of_comment(key: str, text: str, value: Any) -> Iterator[str]:

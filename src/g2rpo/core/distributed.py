@@ -26,7 +26,7 @@ from g2rpo.core.plans import Plan
 
 Items = TypeVar("Items", list[str], Sequence[str], list[Plan], Tensor)
 
-BUCKET = 2**25
+BUCKET_ELEMENTS = 2**25
 """Elements of one all-reduce: large enough to be fast, small compared with the gradients of a large
 model."""
 RANK_TIMEOUT_S = 1800
@@ -272,11 +272,11 @@ def _unpadded(parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
-    room = BUCKET
+    room = BUCKET_ELEMENTS
     for tensor in tensors:
         if bucket and tensor.numel() > room:
             yield bucket
-            bucket, room = [], BUCKET
+            bucket, room = [], BUCKET_ELEMENTS
         bucket.append(tensor)
         room -= tensor.numel()
     if bucket:

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.plain import POINTER, read_as
+from g2rpo.core.plain import LFS_POINTER, read_as
 
 UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are being written
 LOCK = ".lock"  # the name of the file by which one process at a time is in a folder
@@ -207,7 +207,7 @@ def is_pointer(path: Path) -> bool:
     """Whether a file is a pointer of git-lfs, which a clone without it has in the place of a large
     file."""
     with path.open("rb") as file:
-        return file.read(len(POINTER)) == POINTER
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def refuse_pointer(path: Path) -> None:

@@ -40,12 +40,12 @@ def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
 
 
 T = TypeVar("T")
-FORMATS = ("PNG", "JPEG", "WEBP")
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**26
 """Largest number of pixels of one picture: 8192 x 8192."""
 DECODED_AT_ONCE = 8
 """Pictures that are decoded at once to check them."""
-INPUT = "an input picture"
+INPUT_PICTURE = "an input picture"
 """What rewards of edits want of a prompt, in messages."""
 
 
@@ -134,7 +134,7 @@ def _state_of(path: str) -> str:
     except OSError:
         return ""
     state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-    return digest_of([str(real), *state, FORMATS, MAX_PIXELS])[:32]
+    return digest_of([str(real), *state, PICTURE_FORMATS, MAX_PIXELS])[:32]
 
 
 def content_of(prompt: str, digests: FileDigests) -> list[str]:
@@ -167,7 +167,7 @@ def _opened(
     if not local(path).is_file():  # nor a pipe or a device
         raise UserError(f"{said}: there is no such file")
     try:
-        with Image.open(Path(local(path)), formats=FORMATS) as picture:
+        with Image.open(Path(local(path)), formats=PICTURE_FORMATS) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise Image.DecompressionBombError(f"{picture.width} x {picture.height}")
             return read(picture)
@@ -175,7 +175,7 @@ def _opened(
         raise UserError(f"{said}: has more than {MAX_PIXELS} pixels ({error}); reduce it") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(
-            f"{said}: cannot be read as {', '.join(FORMATS)} ({type(error).__name__}: {error})"
+            f"{said}: cannot be read as {', '.join(PICTURE_FORMATS)} ({type(error).__name__}: {error})"
         ) from None
 
 
@@ -196,14 +196,17 @@ def _scale_transparent_level(picture: Image.Image) -> None:
     """Pillow scales levels of 2, 4 and 16 bits to 8, but not the one that a PNG declares
     transparent."""
     tiles: list[Any] = getattr(picture, "tile", [])
-    level, scale = picture.info.get("transparency"), SCALES.get(str(tiles[0][3]) if tiles else "")
+    level, scale = (
+        picture.info.get("transparency"),
+        SCALE_TO_8_BIT.get(str(tiles[0][3]) if tiles else ""),
+    )
     if level is not None and scale is not None:
         picture.info["transparency"] = (
             tuple(map(scale, level)) if isinstance(level, tuple) else scale(level)
         )
 
 
-SCALES: dict[str, Callable[[int], int]] = {
+SCALE_TO_8_BIT: dict[str, Callable[[int], int]] = {
     "L;2": lambda level: level * 85,
     "L;4": lambda level: level * 17,
     "RGB;16B": lambda level: level >> 8,

@@ -80,10 +80,10 @@ def distinct(values: tuple[T, ...]) -> tuple[T, ...]:
 
 Distinct = AfterValidator(distinct)
 
-POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of a file in whose place git has left a pointer."""
 
-MARKS = {
+BYTE_ORDER_MARKS = {
     BOM_UTF32_LE: "UTF-32",  # begins with that of UTF-16
     BOM_UTF32_BE: "UTF-32",
     BOM_UTF16_LE: "UTF-16",
@@ -94,7 +94,7 @@ MARKS = {
 LARGEST_FILE = 2**28
 """Bytes of the largest file that is read; logs, which grow, may be four times as large."""
 
-DEPTH = 32
+DEEPEST_NESTING = 32
 """Deepest nesting of lists and mappings; configs have five levels."""
 
 
@@ -142,8 +142,8 @@ class _Loader(yaml.SafeLoader):
             yield "has an alias (*name); write the value out"
         if self.peek_event().tag is not None:
             yield "has a tag (!name); only plain values are read"
-        if self.depth > DEPTH:
-            yield f"is nested more than {DEPTH} levels deep"
+        if self.depth > DEEPEST_NESTING:
+            yield f"is nested more than {DEEPEST_NESTING} levels deep"
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -196,7 +196,7 @@ def parse_yaml(text: str) -> Any:
     """The plain data (None, bool, int, float, str, list, dict) in `text`. ValueError says what is
     wrong with it.
 
-    Refused: tags, aliases, duplicate keys, more than `DEPTH` levels, non-finite numbers, integers
+    Refused: tags, aliases, duplicate keys, more than `DEEPEST_NESTING` levels, non-finite numbers, integers
     beyond 64 bits, numbers to base 8 or 60, NUL and lone surrogates. Dates are strings.
     """
     try:
@@ -356,7 +356,7 @@ def _read_regular(path: Path, largest: int) -> bytes:
         if state.st_size > largest:
             raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
         content = path.read_bytes()
-    if content.startswith(POINTER):
+    if content.startswith(LFS_POINTER):
         raise ValueError("is a pointer of git-lfs, not the file; `git lfs pull` fetches the file")
     return content
 
@@ -367,7 +367,7 @@ def decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        known = [name for mark, name in MARKS.items() if content.startswith(mark)]
+        known = [name for mark, name in BYTE_ORDER_MARKS.items() if content.startswith(mark)]
         line = len(content[: error.start + 1].splitlines())
         hint = (
             f"`iconv -f {known[0]} -t UTF-8 OLD > NEW` converts it"

@@ -206,7 +206,7 @@ def _described(answer: Any) -> str:
     return f"a {type(answer).__name__}{held}, {shown(answer)}"
 
 
-COPIED = (
+COPIED_ATTRIBUTES = (
     "right", "right_in_words", "video", "latent", "differentiable", "device", "waits", "frames",
 )  # fmt: skip
 """Attributes of `Reward` that functions and objects of other classes may have."""
@@ -219,7 +219,7 @@ class CallableReward(Reward):
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
         self.__doc__ = inspect.getdoc(scorer)
-        for name in COPIED:
+        for name in COPIED_ATTRIBUTES:
             setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
 
     @classmethod

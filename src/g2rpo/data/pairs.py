@@ -36,14 +36,14 @@ PICTURE_SUFFIXES = {
     for kind in ["png", "jpg", "jpeg", "jfif", "webp", "avif", "heic", "gif", "bmp", "tif", "tiff"]
 }
 """Of pictures in a folder; those that cannot be read are named."""
-NAMED = 5
+MOST_NAMED = 5
 """The most pictures that a message names."""
 LONGEST_NAME = 1024
 """The largest number of characters of a file's name; file systems take 255 for each part."""
 ROWS_AT_ONCE = 64
 """Rows of a parquet file in memory: they hold pictures."""
-READ = ".jsonl, .json, .csv, .tsv and .parquet, or from a folder with good/ and bad/"
-BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
+READ_FORMS = ".jsonl, .json, .csv, .tsv and .parquet, or from a folder with good/ and bad/"
+BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "UklGR")
 """What a PNG, a JPEG and a WebP file begin with in base64."""
 LAYOUTS = (
     "prompt, chosen, rejected; Pick-a-Pic's caption, jpg_0, jpg_1, label_0, label_1; HPDv2's prompt, image_path, and "
@@ -57,7 +57,7 @@ def _picture_in(value: Any) -> Any:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
         value = re.sub(r"^data:image/\w+;base64,", "", value)
-    if isinstance(value, str) and value.startswith(BASE64):
+    if isinstance(value, str) and value.startswith(BASE64_BEGINNINGS):
         with placed(
             "is no file name, and no picture in base64 (",
             binascii.Error,
@@ -214,8 +214,8 @@ def _check_pictures(compared: Sequence[ComparedPictures], name: str) -> None:
 def _refuse_some(name: str, faults: Sequence[str], of: str) -> None:
     """UserError that names the first of these faults."""
     if faults:
-        more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-        listed = "; ".join(faults[:NAMED])
+        more = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        listed = "; ".join(faults[:MOST_NAMED])
         raise UserError(f"{name}: {len(faults)} of {of} cannot be used: {listed}{more}")
 
 
@@ -251,7 +251,7 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield from enumerate((row for batch in batches for row in batch), 1)
         return
     if suffix not in (".csv", ".tsv", ".json", ".jsonl", ".ndjson"):
-        raise ValueError(f"{path.suffix or 'this'} is not read; pairs are read from {READ}")
+        raise ValueError(f"{path.suffix or 'this'} is not read; pairs are read from {READ_FORMS}")
     refuse_other_files(begin_of(path))
     text = read_text(path)
     if suffix in (".csv", ".tsv"):

@@ -27,19 +27,22 @@ from g2rpo.data.formats import (
 )
 
 LIST_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
-READ = ".txt (a prompt on each line), .csv, .tsv, .json, .jsonl and .parquet (a column or key prompt, prompts, caption or text)"
-EXTRA = "pip install datasets"
+READ_FORMS = (
+    ".txt (a prompt on each line), .csv, .tsv, .json, .jsonl and .parquet (a column or key prompt, prompts, caption "
+    "or text)"
+)
+INSTALL_DATASETS = "pip install datasets"
 STARTER = {
     f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt"
     for name in ("train", "heldout")
 }
 """Prompts in the package: 200 of many kinds for training, and 64 others for evaluation."""
 
-LONGEST, MOST_ROWS = 2**15, 5_000_000
+LONGEST_PROMPT, MOST_ROWS = 2**15, 5_000_000
 """The largest number of characters of a prompt (encoders read at most a few thousand), and of rows
 of a table."""
 
-NOTHING = ("nan", "none", "null", "<na>", "n/a", "#n/a", "nil")
+EMPTY_CELLS = ("nan", "none", "null", "<na>", "n/a", "#n/a", "nil")
 """What programs write for a cell without a value, in any case."""
 EXAMPLE = '{"prompt": "a red circle"}'
 
@@ -96,7 +99,7 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     if path.is_dir():
         raise ValueError("is a folder; hf:FOLDER reads a dataset's")
     if suffix not in LIST_SUFFIXES:
-        raise ValueError(f"{path.suffix} is not read; prompts are read from {READ}")
+        raise ValueError(f"{path.suffix} is not read; prompts are read from {READ_FORMS}")
     refuse_other_files(begin_of(path))
     if suffix == ".parquet":
         return _from_parquet(path, column)
@@ -116,8 +119,8 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
 def _visible(text: str) -> str:
     if not isinstance(text, str) or not (visible := visible_part(text)):
         raise ValueError(f"should be a prompt, is {shown(text)}")
-    if len(visible) > LONGEST:
-        raise ValueError(f"has {len(visible)} characters; a prompt may have {LONGEST}")
+    if len(visible) > LONGEST_PROMPT:
+        raise ValueError(f"has {len(visible)} characters; a prompt may have {LONGEST_PROMPT}")
     if not is_text(text):
         raise ValueError("has a character that no text may have (NUL or a lone surrogate)")
     return visible
@@ -232,7 +235,9 @@ def _plain_columns(schema: Any, column: str) -> list[str]:
 
 def _from_hub(source: str) -> list[Prompt]:
     """Downloads the dataset once; later reads come from the cache of `datasets`, offline too."""
-    with placed(f"{source}: reading datasets needs a library: ", ImportError, after=f"; {EXTRA}"):
+    with placed(
+        f"{source}: reading datasets needs a library: ", ImportError, after=f"; {INSTALL_DATASETS}"
+    ):
         import datasets
     # a split may be "train[:100]+test"
     named = re.match(r"hf:([^:]*):?((?:\[[^]]*\]|[^:[])*):?(.*)", source, re.DOTALL)
@@ -277,7 +282,7 @@ def _usable(
 def _cell(value: Any) -> str:
     """The prompt in a cell of a table; ValueError for none, also as programs write an empty cell."""
     text = _visible(decoded(value) if isinstance(value, bytes) else value)
-    if text.casefold() in NOTHING:
+    if text.casefold() in EMPTY_CELLS:
         raise ValueError(f"should be a prompt, is {shown(text)}")
     return text
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from g2rpo.core.noise import generator_for, in_float64
 from g2rpo.models.anyflow import DiffusersPolicy
 
-CHANGE, DOUBLINGS = 2**-2, 16
+LEAST_CHANGE, MOST_DOUBLINGS = 2**-2, 16
 """Perturbed weights change velocities by at least this, in the root mean square relative to the
 spread; and how often the perturbation is doubled until they do. Rounding, which is at most 2**-4 of
 the spread, is then at most a quarter of the change. On tiny models of 22 classes saved weights were
 off by 2e-6 of it, and in bfloat16 by 0.11."""
-NODES = (2, 4, 8, 16, 32)
+INTEGRAL_NODES = (2, 4, 8, 16, 32)
 """Of the integral of gradients: more where fewer disagree with the change, for tiny random networks
 bend within it."""
 
@@ -64,20 +64,20 @@ def gradient_error(
     trained = policy.tuning.named()
     with torch.no_grad():
         before = velocity()
-    for doubling in range(DOUBLINGS):
+    for doubling in range(MOST_DOUBLINGS):
         changes = _random_changes(policy, 2.0 ** (doubling - 10))
         _move(policy, changes, 1)
         with torch.no_grad():
             change = velocity() - before
         relative = rms(change, torch.zeros_like(change)) / float(before.std())
-        if relative >= CHANGE:
+        if relative >= LEAST_CHANGE:
             break
         _move(policy, changes, -1)
     else:
         said = f"perturbed weights change velocities by {relative:.0e} of their spread only"
         return said, math.inf
     at, reached = 1.0, 0
-    for nodes in NODES:
+    for nodes in INTEGRAL_NODES:
         integral = 0.0
         for node, weight in zip(*leggauss(nodes), strict=True):
             _move(policy, changes, (1 + float(node)) / 2 - at)

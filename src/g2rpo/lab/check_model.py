@@ -26,7 +26,7 @@ from g2rpo.core.files import in_bytes
 from g2rpo.core.images import read_inputs
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import Section
-from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
+from g2rpo.lab.check_gradient import LEAST_CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.tuned_weights import load_saved
 from g2rpo.models.anyflow import DiffusersPolicy
@@ -36,12 +36,12 @@ from g2rpo.models.replay import ONE_TIME, guiding, opaque
 from g2rpo.models.spec import PipelineSpec
 from g2rpo.train.evaluation.sampler import Sampler
 
-TEXTS = ("a red circle", "two blue squares left of a circle")
+CHECKED_TEXTS = ("a red circle", "two blue squares left of a circle")
 """Of different lengths, so that padding and masks matter."""
-SIZE = {"height": 128, "width": 192}
+CHECKED_SIZE = {"height": 128, "width": 192}
 """Not square, and in whole tokens of every known model."""
 CHECKED_STEPS, CHECK_SEED = 4, 5
-LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
+LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
 """The largest difference, of pictures in [0, 1] and of velocities relative to the largest one, by
 `policy.dtype`."""
 ROUNDED, REORDERED = 2**-6, 2**-4
@@ -53,15 +53,15 @@ may add in another order, as two roundings of the whole network, each of which i
 OTHER_SOLVER = 1e-2
 """The same as LIMITS, for a pipeline with another solver than Euler's, whose times are whole
 numbers."""
-INTEGRAL = {"float32": 0.02, "bfloat16": REORDERED / CHANGE}
+LARGEST_INTEGRAL_ERROR = {"float32": 0.02, "bfloat16": REORDERED / LEAST_CHANGE}
 """The largest relative error of the integral of gradients. Tiny models of 22 classes reach 0.018 and
 0.16; half a gradient is off by 0.5."""
 
-DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
+SPEC_FIELDS = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
 REMEDIES = {
-    "policy": DESCRIPTION,
+    "policy": SPEC_FIELDS,
     "noise": "prepare_latents must draw one latent per generator, and nothing else",
-    "velocity": f"the call gets other arguments than the pipeline's own; {DESCRIPTION}, `scale` and `unguided`",
+    "velocity": f"the call gets other arguments than the pipeline's own; {SPEC_FIELDS}, `scale` and `unguided`",
     "grid": "set own_grid of the PipelineSpec to true, or sampling.shift to a number",
     "pictures": "if velocity and grid are equal, decoding differs: see `fixed` of the PipelineSpec",
     "batch": "rows depend on each other: see `masks`, `ragged`, `lists`, `one_row` and `one_time` of the PipelineSpec",
@@ -112,7 +112,7 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
     with `policy.` overrides. UserError for `policy.lora_above`, which no pipeline has."""
     if kind is not None and plugins.is_code(kind):
         plugins.allow(kind)
-    given = {"path": path, "kind": kind, **SIZE}
+    given = {"path": path, "kind": kind, **CHECKED_SIZE}
     config = resolve_as(_Settings, {"policy": given}, overrides, "check-model").policy
     if config.lora_above:
         raise UserError(
@@ -148,7 +148,7 @@ def prompts_for(spec: PipelineSpec, folder: Path) -> list[Prompt]:
     path = folder / "input.png"
     noise = torch.rand(60, 40, 3, generator=generator_for("input picture"))
     Image.fromarray((255 * noise).byte().numpy()).save(path)
-    return [Prompt(text, [str(path)] if spec.pictured else []) for text in TEXTS]
+    return [Prompt(text, [str(path)] if spec.pictured else []) for text in CHECKED_TEXTS]
 
 
 def drawn_by(
@@ -240,7 +240,7 @@ def checks(
     is in memory at a time."""
     device = torch.device(on)
     own = drawn_by(load().to(device), kind.spec, config, prompts)
-    limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
+    limit = max(LARGEST_DIFFERENCE[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
     pipeline = load()
     with placed(""):  # a size that the model cannot draw is no fault of its description
         size = config.height, config.width, config.num_frames or 1
@@ -288,8 +288,8 @@ def checks(
     said = "two rows as two of one"
     yield _equal("batch", both, torch.cat(each), limit, said, without, REORDERED * plain)
 
-    said, error = gradient_error(policy, x, sigma, cond, INTEGRAL[config.dtype])
-    yield ModelCheck("gradient", said, error, INTEGRAL[config.dtype])
+    said, error = gradient_error(policy, x, sigma, cond, LARGEST_INTEGRAL_ERROR[config.dtype])
+    yield ModelCheck("gradient", said, error, LARGEST_INTEGRAL_ERROR[config.dtype])
 
     latents = noise.to(device)
     for here, there in pairwise(own.sigmas.to(device)):
@@ -308,7 +308,7 @@ def checks(
         f"saved, and loaded by {loader}, draw as the tuned policy: difference {error:.0e}, where "
         f"the base's is {changed:.0e}",
         error / changed if changed else math.nan,
-        (limit if config.dtype == "float32" else REORDERED) / CHANGE,
+        (limit if config.dtype == "float32" else REORDERED) / LEAST_CHANGE,
     )
 
 

@@ -46,7 +46,7 @@ TO_VIEW = """() => document.querySelectorAll(".g2-view").forEach(view => {
   view.toggleAttribute("data-closed", !open);
 })"""
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
-WAITING = 16
+MOST_WAITING = 16
 """Questions in the queue; more are refused."""
 SYSTEM_FONTS = [
     "system-ui",
@@ -108,7 +108,7 @@ def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.
             tab.select(None, js=TO_VIEW % number, api_visibility="private")
             with gr.Column(elem_id=f"view-{number}", elem_classes="g2-view"):
                 view(tab)
-    page.queue(max_size=WAITING, api_open=False)
+    page.queue(max_size=MOST_WAITING, api_open=False)
     return page
 
 

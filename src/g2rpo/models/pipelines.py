@@ -34,7 +34,7 @@ BACKENDS: Mapping[str, str] = {
 """diffusers' names. Left out are kernels that round to fewer bits, that have no gradient, or whose
 code comes from a hub."""
 PACKAGES: Mapping[str, str] = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
-MASKLESS = ("flash", "flash2", "flash3")
+TAKE_NO_MASK = ("flash", "flash2", "flash3")
 """Kernels that take no mask."""
 CUDA_ONLY = ("cudnn", "efficient", *PACKAGES)
 
@@ -88,7 +88,7 @@ def _installed(kind: str) -> bool:
     return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind]) is not None
 
 
-CALLED = (
+CALL_OPTIONS = (
     *("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length"),
 )
 """Options that are arguments of a pipeline's call."""
@@ -184,11 +184,11 @@ def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[st
         *spec.fixed,
         *([spec.scale] if spec.guider else []),
     }
-    for name in CALLED:
+    for name in CALL_OPTIONS:
         argument = spec.scale if name == "guidance_scale" else name
         if getattr(options, name) is not None and argument not in known:
             yield f"policy.{name}: the call of a {kind} has no such argument; take it out"
-    if options.attention in MASKLESS and spec.is_masked:
+    if options.attention in TAKE_NO_MASK and spec.is_masked:
         yield (
             f"policy.attention={options.attention}: takes no mask, which a {kind} needs for its prompts; "
             "take auto, cudnn, efficient or math"

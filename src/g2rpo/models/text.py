@@ -154,7 +154,7 @@ def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]
     return found
 
 
-WORD, WORDS = "a ", 6000
+FILLER_WORD, FILLER_WORDS = "a ", 6000
 """A prompt longer than any that is read: policy.max_sequence_length is at most 4096."""
 SHOWN_LETTERS = 60
 """Letters that are shown of a prompt, and of what is left out of it."""
@@ -203,7 +203,7 @@ def tokens_read(text: TextEncoders, like: str = "") -> dict[str, int]:
     of the prompt `like`."""
     pipeline, spec = text.pipeline, text.spec
     readers = {
-        name: _Reader(getattr(pipeline, name), {*_tokens(text, name, [WORD * 3])[0]})
+        name: _Reader(getattr(pipeline, name), {*_tokens(text, name, [FILLER_WORD * 3])[0]})
         for name in text.names
     }
 
@@ -211,7 +211,7 @@ def tokens_read(text: TextEncoders, like: str = "") -> dict[str, int]:
         raise Caught(own())
 
     arguments = spec.arguments(pipeline, text.options, rows=1, guided=False)
-    arguments["prompt"] = [WORD * WORDS]
+    arguments["prompt"] = [FILLER_WORD * FILLER_WORDS]
     if spec.pictured:
         pictures = read_inputs(like)
         arguments["image"] = pictures if spec.most_pictures > 1 else pictures[0]

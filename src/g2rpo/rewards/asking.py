@@ -23,7 +23,7 @@ from g2rpo.rewards.remote import Client, Endpoint, encode_png
 MOST_LIKELY = 20
 """The number of most likely tokens requested: the largest that OpenAI, and vLLM by default,
 allow."""
-TEXT = ("text", "output_text")
+TEXT_PARTS = ("text", "output_text")
 """The types of parts of a message that are text."""
 
 
@@ -53,7 +53,7 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content or ""
     parts = [part if isinstance(part, dict) else {"text": part} for part in content]
-    texts = [part.get("text") for part in parts if part.get("type", "text") in TEXT]
+    texts = [part.get("text") for part in parts if part.get("type", "text") in TEXT_PARTS]
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -164,7 +164,7 @@ STOPPED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn", "complete", 
 """How servers call the end of an answer that ended by itself."""
 _BLANKS = " \t\r\n\u2581\u0120\u010a"
 """White space, and its forms in raw vocabulary entries."""
-CUT = ("length", "max_tokens", "model_length")
+CUT_OFF = ("length", "max_tokens", "model_length")
 LEAST_MASS = 0.5
 
 
@@ -226,7 +226,7 @@ def probability_of_yes(said: Said) -> float:
     """P(yes) / (P(yes) + P(no)), in all spellings ("Yes", " yes", "YES"), in the place of the first
     word after the thoughts: VQAScore (arXiv 2404.01291) in the form that also divides by P(no). A
     word that is not listed there has probability 0."""
-    if said.ended not in (*STOPPED, *CUT, None):
+    if said.ended not in (*STOPPED, *CUT_OFF, None):
         raise Unread(f"it did not end by itself (finish_reason: {said.ended})")
     if said.tokens is None:
         raise Unread("it has no log-probs")
@@ -260,7 +260,7 @@ def scores_in(said: Said, names: Sequence[str], low: float, high: float) -> list
     """
     if said.ended is None:
         raise Unread("its server does not say how it ended (no finish_reason)")
-    if said.ended in CUT:
+    if said.ended in CUT_OFF:
         raise Unread(f"it was cut off (finish_reason: {said.ended}); give it more max_tokens")
     if said.ended not in STOPPED:
         raise Unread(f"it did not end by itself (finish_reason: {said.ended})")

@@ -2,7 +2,7 @@
 
 A choice "i is the best of these" has the probability exp(u_i) / sum_j exp(u_j) of a Plackett-Luce
 model (Bradley-Terry for two) with the utility u = theta . z, theta ~ N(0, variance), and z the
-first principal components of one block of features within groups; a share `SLIPS` of the choices is
+first principal components of one block of features within groups; a share `SLIP_SHARE` of the choices is
 random. Block and variance are those under which left-out groups are most likely.
 """
 
@@ -101,10 +101,10 @@ def _layout(images: Tensor) -> Tensor:
     return torch.cat([places, torch.stack([ink.mean((1, 2)), solid, extent, edges, *mirror], 1)], 1)
 
 
-COMPONENTS = 24
+MOST_COMPONENTS = 24
 VARIANCES = (1.0, 10.0)
 FOLDS = 4
-SLIPS = 0.1
+SLIP_SHARE = 0.1
 """The share of choices that are taken at random: without it a single slip outweighs several
 choices."""
 CHANCE, TRUSTED = 0.5, 0.55
@@ -265,7 +265,7 @@ class _Block:
         )
         _, singular, axes = np.linalg.svd(every * scale, full_matrices=False)
         first = singular[0] / math.sqrt(len(every)) if singular[0] > 0 else 1.0
-        kept = scale[:, None] * axes[:COMPONENTS].T / first
+        kept = scale[:, None] * axes[:MOST_COMPONENTS].T / first
         return cls(
             [values @ kept for values in centred], kept, [choice.liked for choice in choices]
         )
@@ -333,7 +333,7 @@ def _explained(theta: Floats, z: Floats, allowed: Floats) -> tuple[Floats, Float
     all."""
     utilities = z @ theta + allowed
     p = np.exp(utilities - np.logaddexp.reduce(utilities, axis=1)[:, None])
-    meant, slipped = (1 - SLIPS) * p[:, 0], SLIPS / np.isfinite(allowed).sum(1)
+    meant, slipped = (1 - SLIP_SHARE) * p[:, 0], SLIP_SHARE / np.isfinite(allowed).sum(1)
     return p, meant / (meant + slipped), float(np.log(meant + slipped).sum())
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from g2rpo.core.errors import counted, shown
-from g2rpo.core.images import INPUT, images_of, to_pil, to_tensor, to_uint8
+from g2rpo.core.images import INPUT_PICTURE, images_of, to_pil, to_tensor, to_uint8
 from g2rpo.core.rewards import Reward
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class EditReward(TargetReward):
     """A reward for prompts with an input picture; `score_pictures` gets these prompts
     themselves."""
 
-    wants = INPUT
+    wants = INPUT_PICTURE
 
     @staticmethod
     def target(prompt: str) -> str | None:

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.errors import shown
-from g2rpo.core.images import INPUT, images_of, read_inputs, to_pil
+from g2rpo.core.images import INPUT_PICTURE, images_of, read_inputs, to_pil
 from g2rpo.core.plain import Count
 from g2rpo.rewards.asking import (
     JudgeQuestion,
@@ -172,10 +172,13 @@ class VLMJudge(PictureReward):
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
         form, edits = FORMS.get(options["form"]), list(filter(images_of, prompts))
         if form is not None and form.edit and not edits:
-            return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
+            return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT_PICTURE}"
         if form is not None and not form.edit and edits and options["template"] is None:
-            own = f"form={options['form']} asks about a picture from a description, but prompt {shown(edits[0])} has {INPUT}"
-            return f"{own}: take form=edit or form=edit_yes_no, or a template of your own"
+            own = f"form={options['form']} asks about a picture from a description"
+            given = f"prompt {shown(edits[0])} has {INPUT_PICTURE}"
+            return (
+                f"{own}, but {given}: take form=edit or form=edit_yes_no, or a template of your own"
+            )
         return None
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:

@@ -21,7 +21,7 @@ from g2rpo.core.noise import generator_for
 from g2rpo.core.statistics import RIGHT
 from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
-from g2rpo.lab.demo.command import FIRST, opening, opening_of
+from g2rpo.lab.demo.command import FIRST_PROMPT, opening, opening_of
 from g2rpo.lab.demo.drawing import draw, offered_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import (
     MAX_PROMPT,
@@ -385,7 +385,7 @@ def test_a_run_without_scores_opens_on_its_first_prompt(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     shutil.rmtree(copy / "scores")
-    assert opening_of(read_runs([copy])[0]) == FIRST
+    assert opening_of(read_runs([copy])[0]) == FIRST_PROMPT
 
 
 def test_what_the_page_is_about_is_said_for_outsiders(session):

@@ -12,7 +12,7 @@ from g2rpo.data.pairs import read_pairs
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.lab.teach import rounds
 from g2rpo.lab.teach import session as sessions
-from g2rpo.lab.teach.command import OVERRIDES, opened, teach_config
+from g2rpo.lab.teach.command import TEACH_OVERRIDES, opened, teach_config
 from g2rpo.lab.teach.session import ITERATIONS_PER_ANSWER, Session
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.pairs import Pairs
@@ -34,7 +34,7 @@ def nothing(images, prompts):
 def begun(run_dir, *overrides, judges=None, **more):
     made = trainer(
         run_dir,
-        *(own for own in OVERRIDES if not own.startswith("rewards.")),
+        *(own for own in TEACH_OVERRIDES if not own.startswith("rewards.")),
         *("rewards.clicks={kind: pairs}", "algorithm.group_size=12", "sampling.num_steps=6"),
         *("evaluation.num_prompts=3", "trainer.iterations=1000", "trainer.prompts_per_iteration=2"),
         *overrides,

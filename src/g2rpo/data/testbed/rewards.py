@@ -196,7 +196,7 @@ def _resemblance(group: Group, others: list[FoundObject]) -> float:
     return 0.5 if any(o.colour == group.colour or o.shape == group.shape for o in others) else 0.0
 
 
-TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
+PAPER_TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
 INK_DISTANCE = 0.35  # least distance of ink from the paper, in any channel
 LEAST_INK = 20  # pixels; a thin letter has more
 WORD_MARGIN = 3  # pixels around the word that are not judged as paper
@@ -243,7 +243,9 @@ class WordPaper(_Judge):
         beside = torch.cat(
             [image[..., : max(left - WORD_MARGIN, 0)], image[..., right + WORD_MARGIN :]], dim=-1
         )
-        return float(((beside - colour(PAPER_COLOUR)).abs().amax(0) <= TOLERANCE).float().mean())
+        return float(
+            ((beside - colour(PAPER_COLOUR)).abs().amax(0) <= PAPER_TOLERANCE).float().mean()
+        )
 
 
 class WordDrawing(_Judge):

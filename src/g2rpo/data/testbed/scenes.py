@@ -248,11 +248,11 @@ def scene_prompts(split: SceneSplit) -> tuple[str, ...]:
     return tuple(found)
 
 
-FOREGROUND = 0.25  # least difference from the ground, in any channel
-SPECK = 8  # components of fewer pixels are dust, not objects
+LEAST_FOREGROUND = 0.25  # least difference from the ground, in any channel
+SMALLEST_OBJECT = 8  # components of fewer pixels are dust, not objects
 COLOUR_TOLERANCE = 0.3  # largest distance to the palette, in RGB
 SHAPE_TOLERANCE = 0.11  # largest mean difference to a template
-PATCH = 16  # shapes are compared as 16x16 patches
+PATCH_SIDE = 16  # shapes are compared as 16x16 patches
 LARGE_FROM = (RADII["small"][1] + RADII["large"][0]) / 2
 
 FloatArray = NDArray[np.float32]
@@ -280,7 +280,7 @@ def detect(image: FloatArray) -> list[FoundObject]:
     pixels = np.moveaxis(image, 0, -1)
     ground = np.median(pixels.reshape(-1, 3)[::3], axis=0)
     difference = pixels - ground
-    labels, _ = ndimage.label(np.abs(difference).max(-1) > FOREGROUND)
+    labels, _ = ndimage.label(np.abs(difference).max(-1) > LEAST_FOREGROUND)
     boxes = ndimage.find_objects(labels)
     return [
         found
@@ -295,7 +295,7 @@ def _describe(
     """The object of component `k`, which lies in `box`, or None if it is too small."""
     rows, cols = (slice(max(s.start - 1, 0), s.stop + 1) for s in box)
     inside = labels[rows, cols] == k
-    if inside.sum() < SPECK:
+    if inside.sum() < SMALLEST_OBJECT:
         return None
     local = difference[rows, cols]
     strength = np.abs(local).sum(-1)
@@ -322,7 +322,7 @@ def _describe(
 
 def _patch(cover: FloatArray, u: float, v: float, area: float) -> FloatArray:
     """`cover` around its centroid (u, v), resampled so that every shape has the same area."""
-    reach = np.sqrt(area) * np.linspace(-1, 1, PATCH)
+    reach = np.sqrt(area) * np.linspace(-1, 1, PATCH_SIDE)
     grid = np.meshgrid(v + reach, u + reach, indexing="ij")
     return ndimage.map_coordinates(cover, grid, order=1, output=np.float32)
 

@@ -25,19 +25,19 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.train.evaluation.controls import EARLY, Control, offers
 from g2rpo.train.evaluation.sampler import Drawing
 
-QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
+LATEST_QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
 """A click during an answer is queued with the settings at that time; Gradio's default drops it
 silently."""
 TO_OUTPUT = """() => {
   const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
   if (innerWidth < 640) document.getElementById("%s").scrollIntoView({behavior});
 }"""
-CLEAR = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
+CLEAR_MESSAGES = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
 """Removes messages about earlier questions."""
-OFFERS = {**offers(), **offers(Drawing)}
+OFFERED_SETTINGS = {**offers(), **offers(Drawing)}
 OF_ALL = ("steps", "guidance", "strength")
 """The settings of all pictures; the others are of the base model's further one."""
-STARTS = {"strength": 1, "noise": 1}
+FIRST_VALUES = {"strength": 1, "noise": 1}
 """The values of settings that do not begin with their smallest one."""
 MAX_SEED = 2**53 - 1
 """The largest exact integer in JavaScript."""
@@ -75,7 +75,9 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
                 gr.HTML(
                     '<p class="g2-soft">The base model draws once more with these, and the price is shown.</p>'
                 )
-                shown |= {name: _setting(model, name) for name in OFFERS if name not in OF_ALL}
+                shown |= {
+                    name: _setting(model, name) for name in OFFERED_SETTINGS if name not in OF_ALL
+                }
         with gr.Column(scale=7, min_width=300):
             words = "Base and tuned, from the same noise, appear here."
             out = gr.HTML(opening or empty(words), elem_id="drawing")
@@ -86,7 +88,9 @@ def control_of(given: Mapping[str, Any], model: DemoModel) -> Control:
     """The settings that a page sent; without guidance by hand nothing of it."""
     if not given["cfg"]:
         given = {
-            name: value for name, value in given.items() if OFFERS[name].needs != "no own guidance"
+            name: value
+            for name, value in given.items()
+            if OFFERED_SETTINGS[name].needs != "no own guidance"
         }
     own = {} if model.acts("own guidance") else {"guidance": None}
     return Control.model_validate({**given, **own}, strict=False)
@@ -94,7 +98,7 @@ def control_of(given: Mapping[str, Any], model: DemoModel) -> Control:
 
 def _setting(model: DemoModel, name: str) -> gr.Component:
     """The slider or the text field of a setting, hidden where it does not act."""
-    offer, count = OFFERS[name], model.sampler.num_steps
+    offer, count = OFFERED_SETTINGS[name], model.sampler.num_steps
     own = {
         "steps": count,
         "guidance": model.policy.guidance_scale,
@@ -104,7 +108,7 @@ def _setting(model: DemoModel, name: str) -> gr.Component:
     if offer.range is None:
         return gr.Textbox("", max_length=MAX_PROMPT, **shown)
     low, high, step = offer.range
-    value = own.get(name, STARTS.get(name, low))
+    value = own.get(name, FIRST_VALUES.get(name, low))
     high = count if name == "guided_steps" else max(high, value)
     return gr.Slider(low, high, value, step=step, **shown)
 
@@ -233,6 +237,6 @@ def _examples(box: gr.Textbox, examples: Sequence[str]) -> None:
 
 def _asks(events: Sequence[Any], answer: Any, inputs: Sequence[Any], out: gr.HTML) -> None:
     """Shows in `out` the answer to each of these events."""
-    gr.on(events, None, js=CLEAR, api_visibility="private")
-    asked = gr.on(events, with_messages(answer), inputs, out, **QUESTION)
+    gr.on(events, None, js=CLEAR_MESSAGES, api_visibility="private")
+    asked = gr.on(events, with_messages(answer), inputs, out, **LATEST_QUESTION)
     asked.success(None, js=TO_OUTPUT % out.elem_id)

@@ -23,12 +23,12 @@ from g2rpo.lab.serving import Address, needing_gradio
 from g2rpo.models.pipeline_files import check_weights
 from g2rpo.train.run.folder import Run
 
-EXAMPLES = 4
+OFFERED_EXAMPLES = 4
 """Held-out prompts that are offered."""
 Say = Callable[[str], None]
 Opening = tuple[int, str]
 """The number of the held-out prompt with which the demo opens, and why it was chosen."""
-FIRST: Opening = 0, "This opens on the first held-out prompt."
+FIRST_PROMPT: Opening = 0, "This opens on the first held-out prompt."
 
 
 def demo(
@@ -60,7 +60,7 @@ def demo(
         f"{title}: building the policy and {counted(len(config.rewards) + len(config.evaluation.rewards), 'reward')} ..."
     )
     model = open_model(config, weights, say, _heldout(config, say))
-    log, (number, rule) = None, FIRST
+    log, (number, rule) = None, FIRST_PROMPT
     try:
         if run is not None:
             log = read_runs([run])[0]
@@ -70,7 +70,7 @@ def demo(
         say(f"the run's log tells nothing: {error}")
     examples = [
         str(prompt) for prompt in dict.fromkeys([*model.heldout[number:][:1], *model.heldout])
-    ][:EXAMPLES]
+    ][:OFFERED_EXAMPLES]
     drawn, group = _first_views(model, examples[0], rule, say) if examples else ("", "")
     views = {
         "Draw": partial(app.draw_view, model, examples, drawn),
@@ -92,7 +92,7 @@ def opening_of(run: RunHistory) -> Opening:
     """The opening for a run, from its tables of scores; UserError if they are missing or
     damaged."""
     after = SeedGroup((run,)).judged_after
-    return opening(run.scores(0), run.scores(*after), run.config.trained) if after else FIRST
+    return opening(run.scores(0), run.scores(*after), run.config.trained) if after else FIRST_PROMPT
 
 
 def opening(

@@ -130,7 +130,7 @@ def draw(
     )
 
 
-GRANULARITIES = (1, 2, 3)
+PAPER_GRANULARITIES = (1, 2, 3)
 """The paper's, to be looked at whatever a run was trained with."""
 
 
@@ -195,7 +195,7 @@ def own_granularities(model: DemoModel) -> list[int]:
 def offered_granularities(model: DemoModel) -> list[int]:
     """Those that may be looked at."""
     own = own_granularities(model)
-    return sorted({*own, *GRANULARITIES}) if own else []
+    return sorted({*own, *PAPER_GRANULARITIES}) if own else []
 
 
 def trace_group(

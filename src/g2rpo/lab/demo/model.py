@@ -40,7 +40,7 @@ from g2rpo.train.persistence import take_stored
 
 RECIPES = {"testbed": "scenes", "words": "words"}
 """Recipes of the embedded models."""
-OTHERS = {
+MODEL_ALONE = {
     "algorithm": {"name": "g2rpo"},
     "rewards": {},
     "prompts": {"train": "starter:train"},
@@ -58,11 +58,11 @@ Tuned = Literal["nothing", "adapter", "all weights"]
 def config_of_model(
     model: str, size: int | None, guidance: float | None, rewards: Mapping[str, Any] | None
 ) -> Config:
-    """The config of a pipeline: an embedded one has its recipe, any other `OTHERS`. `rewards`
+    """The config of a pipeline: an embedded one has its recipe, any other `MODEL_ALONE`. `rewards`
     replace all others."""
     policy, table = model_settings(model, size, guidance)["policy"], reward_table(rewards or {})
     config = load_config(RECIPES[model], []) if model in RECIPES else None
-    settings = OTHERS if config is None else config.model_dump(mode="json", exclude={"policy"})
+    settings = MODEL_ALONE if config is None else config.model_dump(mode="json", exclude={"policy"})
     config = resolve({**settings, "policy": policy}, source="--model")
     if not table:
         return config

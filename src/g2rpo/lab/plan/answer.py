@@ -11,14 +11,14 @@ from typing import Any
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, refuse
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
+from g2rpo.lab.plan.plan import COUNTS_OF_ITERATION, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.models.catalogue import licence_of
 from g2rpo.models.quantized import faults_of_quantization, installed
 from g2rpo.rewards.catalogue import find_reward
 from g2rpo.train.checks import faults_of_autocast
 
-RELEVANT = 0.98
+RELEVANT_SHARE = 0.98
 """A change that costs something is made where it leaves less than this share."""
 
 
@@ -56,7 +56,7 @@ def fewest(changes: Sequence[PlanChange], measure: Measure, limit: float) -> lis
         if least <= limit:
             break
         amount = math.inf if change.keeps else measure(overrides_of([*taken, change]))
-        if amount < RELEVANT * least:
+        if amount < RELEVANT_SHARE * least:
             least, taken = amount, [*taken, change]
     if least > limit:
         return None
@@ -179,7 +179,7 @@ def on_cards(
     return rows
 
 
-HOURS = (1, 3, 8, 24)
+BOUGHT_HOURS = (1, 3, 8, 24)
 """Times of which a plan says how many iterations they buy."""
 
 
@@ -229,7 +229,7 @@ class PlanAnswer:
             hours: reached(
                 self.seconds, length, looks, 3600 * hours - self.seconds.evaluation
             ).iteration
-            for hours in HOURS
+            for hours in BOUGHT_HOURS
         }
 
     def plain(self) -> dict[str, Any]:
@@ -246,9 +246,10 @@ class PlanAnswer:
             "network_rows_per_evaluation": plan.network_rows,
             "counts": {
                 "iterations": counts.iterations,
-                "an_iteration": {name: counts.mean(of) for name, of in COUNTED.items()},
-                "the_run": {name: counts.total(of) for name, of in COUNTED.items()},
-                "evaluations_per_prompt": counts.mean(COUNTED["evaluations"]) / counts.prompts,
+                "an_iteration": {name: counts.mean(of) for name, of in COUNTS_OF_ITERATION.items()},
+                "the_run": {name: counts.total(of) for name, of in COUNTS_OF_ITERATION.items()},
+                "evaluations_per_prompt": counts.mean(COUNTS_OF_ITERATION["evaluations"])
+                / counts.prompts,
                 "evaluated": counts.times_evaluated,
                 "evaluations_when_evaluated": counts.heldout_evaluations,
                 "pictures_when_evaluated": counts.heldout,

@@ -88,7 +88,7 @@ class Rates:
 
 
 RATES = Rates()
-SPREAD = (0.84, 1.27)
+TIME_SPREAD = (0.84, 1.27)
 """Between these multiples of the plan lie nine of ten times that were held out."""
 SLOWER_ON_HOPPER = ("auto", "flash", "flash2", "efficient", "math")
 """Kinds of `policy.attention` without the instructions of Hopper and newer. By itself torch takes

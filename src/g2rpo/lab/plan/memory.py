@@ -18,7 +18,7 @@ from g2rpo.rewards.weights import parse_dtype
 CONTEXT_BYTES, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share
 of the peak."""
-STORED = 2
+BYTES_IN_FILES = 2
 """Bytes of a parameter in published files, mostly bfloat16; those in float32 have twice as many."""
 
 
@@ -27,7 +27,7 @@ class PlannedMemory:
     """Bytes. `parts` is permanent from the first update on, `working` temporary, `moments` the peak
     of every phase, including the encoding of prompts before the optimizer exists. `needed` is the
     largest peak with the reserve; `host` is the host memory for loading. `files` are the weights of
-    the model and of the rewards, with `STORED` bytes a parameter; `written` are the checkpoints
+    the model and of the rewards, with `BYTES_IN_FILES` bytes a parameter; `written` are the checkpoints
     that are there at a time, and the final weights.
     """
 
@@ -144,8 +144,8 @@ def plan_memory(
         needed=math.ceil(peak * (1 + SLACK)) + CONTEXT_BYTES if cuda else peak,
         host=_loaded(config, model) + always["VAE"] + encoders + ranks * converted,
         files={
-            "the model": STORED * (model.parameters + published),
-            "the rewards": STORED * scored_by,
+            "the model": BYTES_IN_FILES * (model.parameters + published),
+            "the rewards": BYTES_IN_FILES * scored_by,
         },
         # those that are kept, and the next one
         written=(config.trainer.keep_checkpoints + 1) * checkpoint + weights,

@@ -32,7 +32,7 @@ from g2rpo.train.found import find_settings
 from g2rpo.train.prediction import Planned
 from g2rpo.train.ranks import divided, faults_of_sharding, prompts_to_come, shard_group
 
-COUNTED: dict[str, Callable[[CountedIteration], float]] = {
+COUNTS_OF_ITERATION: dict[str, Callable[[CountedIteration], float]] = {
     "evaluations": lambda it: it.evaluations,
     "images": lambda it: it.images,
     "training_rows": lambda it: it.training_rows,
@@ -41,7 +41,7 @@ COUNTED: dict[str, Callable[[CountedIteration], float]] = {
     "optimizer_steps": lambda it: it.optimizer_steps,
 }
 """The counted quantities of an iteration, by name."""
-NODE = 8
+RANKS_PER_NODE = 8
 """Ranks of a node, if nothing else is known."""
 
 
@@ -115,9 +115,9 @@ class Estimate:
 
 
 def nodes_of(ranks: int, asked: int | None) -> int:
-    """The ranks of a node: `asked`, or `NODE` where there are more; UserError if they do not divide
+    """The ranks of a node: `asked`, or `RANKS_PER_NODE` where there are more; UserError if they do not divide
     `ranks`."""
-    node = asked or min(ranks, NODE)
+    node = asked or min(ranks, RANKS_PER_NODE)
     if ranks % node:
         raise UserError(
             f"--ranks-per-node {node}: {ranks} ranks do not fill such nodes; give a divisor of {ranks}"

@@ -69,7 +69,7 @@ class Calls:
 
 Known = dict[tuple[Any, ...], TracedCall]
 """Calls that were traced, by what they depend on."""
-LABELS = {"compile", "attention", "device"}
+NOT_TRACED = {"compile", "attention", "device"}
 """Options that no trace depends on, but for attention that keeps its scores ("math")."""
 NOT_OF_SAMPLING = {"gradient_checkpointing"}
 NOT_OF_DECODING = {
@@ -115,7 +115,7 @@ def trace_calls(
     passed = counts.largest(lambda it: it.passes)
 
     def key(*more: Any, without: Collection[str] = ()) -> tuple[Any, ...]:
-        options = config.policy.model_dump_json(exclude={*LABELS, *without})
+        options = config.policy.model_dump_json(exclude={*NOT_TRACED, *without})
         options += str(config.policy.attention == "math")
         return options, blueprint.text_tokens, config.trainer.sharding != "none", like_cuda, *more
 

@@ -19,8 +19,8 @@ from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.run.folder import Run, entered
 
-HERE = Address("127.0.0.1", 7861)
-OVERRIDES = (
+THIS_MACHINE = Address("127.0.0.1", 7861)
+TEACH_OVERRIDES = (
     "rewards.clicks={kind: pairs}",
     "policy.tuning=lora",
     "algorithm.name=g2rpo",
@@ -37,7 +37,7 @@ OVERRIDES = (
 )
 """What a session changes in a recipe, before the user's overrides. The two alarms compare scores of
 the reward `clicks`, whose meaning changes with every answer."""
-GUARDED = 0.1
+GUARDS_WEIGHT = 0.1
 """The weight of all guards together, that of the clicks being 1: with more they are a second aim
 (studies/teach.md)."""
 ADAPTER_RATE = 3
@@ -46,7 +46,7 @@ alike (scenes)."""
 
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
-    """The config of a session: a recipe with `OVERRIDES`, whose other rewards guard what else is good,
+    """The config of a session: a recipe with `TEACH_OVERRIDES`, whose other rewards guard what else is good,
     with a tenth of the weight of the clicks. A weight of the clicks among `overrides` leaves guards
     as they are. Where the recipe trains all weights, an adapter takes `ADAPTER_RATE` times its rate.
     The config of a session stays as it is."""
@@ -56,14 +56,14 @@ def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], 
     named = dict(override.split("=", 1) for override in overrides if "=" in override)
     if named.get("algorithm.name", "g2rpo") != "g2rpo":
         raise UserError(f"teach: learns by g2rpo, not by algorithm.name={named['algorithm.name']}")
-    own = list(OVERRIDES)
+    own = list(TEACH_OVERRIDES)
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
     config = load_config(recipe, [*own, *overrides], notify)
     if named.keys() & {"rewards.clicks", "rewards.clicks.weight"}:
         return config
     guards = {name: one.weight for name, one in config.rewards.items() if name != CLICKS}
-    scale = GUARDED / (sum(guards.values()) or 1.0)
+    scale = GUARDS_WEIGHT / (sum(guards.values()) or 1.0)
     weighted = {
         name: config.rewards[name].model_copy(update={"weight": float(f"{scale * weight:.4g}")})
         for name, weight in guards.items()
@@ -113,7 +113,7 @@ def teach(
     run_dir: Path | None = None,
     *,
     stored: Path | None = None,
-    where: Address = HERE,
+    where: Address = THIS_MACHINE,
     stop: threading.Event | None = None,
     emit: Emit = silent,
 ) -> Path:

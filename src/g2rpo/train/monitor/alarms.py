@@ -34,7 +34,7 @@ HELPS = {
     "diversity": "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
 }
 """By alarm (`train.monitor.alarms.ALARMS`)."""
-ALIKE = 0.5
+LEAST_DIVERSITY = 0.5
 """The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
 DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
 """Which pictures it is of, and its name in the log."""
@@ -75,15 +75,15 @@ Scores = Mapping[str, Tensor]
 Look = Callable[["Alarms"], str | None]
 """What an alarm says of a log with its newest row: observation and limit, or None."""
 
-WINDOW = 10
+WINDOW_ITERATIONS = 10
 """Iterations over which shares of groups are averaged."""
 SILENT, MASKED = 0.5, 0.1
 SATURATED = math.erfc(math.sqrt(0.5))
 """The share of a normal distribution beyond one standard deviation, .317."""
-LEVEL = 0.05
+FALSE_ALARM_LEVEL = 0.05
 """The probability of a false alarm by falling rewards in a whole run without any change, for any
 number of evaluations."""
-LEAST = 0.125
+LEAST_FALL = 0.125
 """The least fall of a held-out reward that counts, in standard deviations of the base's scores over
 prompts: 6 points of a share of one half. With many prompts ones are significant that nobody sees."""
 CROWD, CROWD_LEVEL = 0.25, 1e-4
@@ -157,8 +157,8 @@ def _spread(scores: Tensor) -> float:
 
 
 def is_large(change: float, base: Tensor) -> bool:
-    """Whether a fall of a held-out reward is one of `LEAST`, for the `base`'s scores [N]."""
-    return -change >= LEAST * _spread(base)
+    """Whether a fall of a held-out reward is one of `LEAST_FALL`, for the `base`'s scores [N]."""
+    return -change >= LEAST_FALL * _spread(base)
 
 
 def drift(log: Alarms) -> str | None:
@@ -172,12 +172,12 @@ def drift(log: Alarms) -> str | None:
 
 
 def share(key: str, limit: float, what: str) -> Look:
-    """Whether the mean of a logged share over the last `WINDOW` iterations is above a limit."""
+    """Whether the mean of a logged share over the last `WINDOW_ITERATIONS` iterations is above a limit."""
 
     def look(log: Alarms) -> str | None:
-        rows = [row for row in log.rows if row["kind"] == "train"][-WINDOW:]
+        rows = [row for row in log.rows if row["kind"] == "train"][-WINDOW_ITERATIONS:]
         mean = sum(or_nan(row.get(key)) for row in rows) / len(rows)
-        if len(rows) < WINDOW or not mean > limit:
+        if len(rows) < WINDOW_ITERATIONS or not mean > limit:
             return None
         return f"{mean:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
 
@@ -204,14 +204,14 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
     One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the
     base's is 0) tests each of R rewards against t earlier evaluations, each at level a / (R t . t
     (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... = 1, a run whose rewards do not change
-    raises a false alarm with probability a (`LEVEL`) at most, however long it is. A fall must also be
-    one of `LEAST`. A rise needs the plain level a: it counts only together with a fall.
+    raises a false alarm with probability a (`FALSE_ALARM_LEVEL`) at most, however long it is. A fall must also be
+    one of `LEAST_FALL`. A rise needs the plain level a: it counts only together with a fall.
     """
     *earlier, (_, now) = history.items()
     looks = len(earlier)
     if looks == 0:
         return {}
-    level = LEVEL / (len(now) * looks * looks * (looks + 1))
+    level = FALSE_ALARM_LEVEL / (len(now) * looks * looks * (looks + 1))
     spreads = {name: _spread(scores) for name, scores in earlier[0][1].items()}
     said: dict[str, list[str]] = {}
     for name in now:
@@ -230,7 +230,7 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
             risen = [
                 f"{other} rose{_in_spreads(-rise.change.mean, spreads[other])}"
                 for other, rise in rises.items()
-                if rise.chance_of_fall < LEVEL
+                if rise.chance_of_fall < FALSE_ALARM_LEVEL
             ]
             rose = f" while {' and '.join(risen)}" if risen else ""
             said.setdefault("hacking" if risen else "decline", []).append(
@@ -281,9 +281,9 @@ def alike(log: Alarms) -> str | None:
     which, (base, now) = next(
         item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1]))
     )
-    if not now < ALIKE * base:
+    if not now < LEAST_DIVERSITY * base:
         return None
-    return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"
+    return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {LEAST_DIVERSITY:.0%} of that"
 
 
 def crowd(count: int) -> float:

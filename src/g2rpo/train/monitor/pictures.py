@@ -114,15 +114,15 @@ def clip_of(picture: Path) -> Path:
 
 TEXT_COLOUR, SOFT_COLOUR, PAGE_COLOUR = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT_COLOUR, WRONG_COLOUR = (0, 97, 158), (182, 70, 0)
-LINE = 15  # pixels from one line of text to the next
-HEAD = 46  # pixels above the first row, for the prompts
+LINE_PIXELS = 15  # pixels from one line of text to the next
+HEAD_PIXELS = 46  # pixels above the first row, for the prompts
 WIDE_FONTS = (
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei",
     "Droid Sans Fallback", "PingFang SC", "Hiragino Sans GB", "Apple SD Gothic Neo", "Arial Unicode MS",
     "Microsoft YaHei", "Yu Gothic", "Malgun Gothic",
 )  # fmt: skip
 """Families with Chinese, Japanese or Korean letters, of Linux, macOS and Windows."""
-CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
+CELL_PIXELS = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
 
 
 def pil_of(image: Tensor) -> Image.Image:
@@ -183,8 +183,8 @@ def _canvas(
     inputs = [beside(prompt, width, height) for prompt in prompts]
     labelled = any(inputs) or any(row.label for row in rows)
     left, gap = (64 if labelled else 8), 8
-    top = HEAD + (height + gap if any(inputs) else 0)
-    under = LINE * max(len(row.scores) + (row.right is not None) for row in rows)
+    top = HEAD_PIXELS + (height + gap if any(inputs) else 0)
+    under = LINE_PIXELS * max(len(row.scores) + (row.right is not None) for row in rows)
     right, step = left + len(prompts) * (width + gap), height + under + gap
     bottom = top + len(rows) * step
     words = [
@@ -195,17 +195,17 @@ def _canvas(
     columns = [left + c * (width + gap) for c in range(len(prompts))]
     corners = [[(x, top + r * step) for x in columns] for r in range(len(rows))]
 
-    canvas = Image.new("RGB", (right, bottom + LINE * len(words)), PAGE_COLOUR)
+    canvas = Image.new("RGB", (right, bottom + LINE_PIXELS * len(words)), PAGE_COLOUR)
     draw = ImageDraw.Draw(canvas)
     draw.font = ImageFont.load_default(size=12)
     for prompt, x in zip(prompts, columns, strict=True):
         text, font = _three_lines(prompt, width // _advance(prompt)), _font(prompt)
         draw.multiline_text((x, 3), text, fill=TEXT_COLOUR, font=font, spacing=1)
     if any(inputs):
-        _label(draw, "input", HEAD, height)
+        _label(draw, "input", HEAD_PIXELS, height)
     for picture, x in zip(inputs, columns, strict=True):
         if picture is not None:
-            canvas.paste(picture, (x, HEAD))
+            canvas.paste(picture, (x, HEAD_PIXELS))
     for row, places in zip(rows, corners, strict=True):
         _label(draw, row.label, places[0][1], height)
         for index, (x, y) in enumerate(places):
@@ -213,7 +213,7 @@ def _canvas(
             _draw_scores(draw, row, index, x, y + height + 1)
     for number, line in enumerate(words):
         plain = line.replace("\N{NO-BREAK SPACE}", " ")  # PIL's own font has none
-        draw.text((8, bottom + LINE * number - 2), plain, fill=TEXT_COLOUR)
+        draw.text((8, bottom + LINE_PIXELS * number - 2), plain, fill=TEXT_COLOUR)
     return canvas, corners, (width, height)
 
 
@@ -264,15 +264,15 @@ def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int,
             for stroke in tick if row.right[index] else cross:
                 draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
             draw.text((x + 15, y), word, fill=colour)
-        y += LINE
+        y += LINE_PIXELS
     for name, values in row.scores.items():
         draw.text((x, y), f"{name} {figure(float(values[index]))}", fill=SOFT_COLOUR)
-        y += LINE
+        y += LINE_PIXELS
 
 
 def _cell_size(images: Tensor) -> tuple[int, int]:
     """Width and height of the pictures in a grid."""
-    width = min(max(CELL, images.shape[-1]), 2 * CELL)
+    width = min(max(CELL_PIXELS, images.shape[-1]), 2 * CELL_PIXELS)
     return width, round(width * images.shape[-2] / images.shape[-1])
 
 

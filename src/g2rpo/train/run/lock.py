@@ -22,7 +22,7 @@ from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import LOCK, is_empty, open_regular, remove_unfinished
 from g2rpo.core.plain import read_as
 
-ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
+MOST_ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
 
 
 class InUse(UserError):
@@ -89,7 +89,7 @@ def held(folder: Path, notify: Callable[[str], None] = print) -> Iterator[int]:
 def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, list[Path]]:
     """The descriptor of the lock file, and the folders that were created, the innermost first."""
     made: list[Path] = []
-    for left in reversed(range(ATTEMPTS)):
+    for left in reversed(range(MOST_ATTEMPTS)):
         made = made or [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
