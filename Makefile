@@ -6,7 +6,7 @@ READY := .venv/.installed
 # Modules are compiled at their first import, and most have none; so what runs here may write what it compiled.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: install quickstart check quick test numbers test-all docs format clean
+.PHONY: install quickstart check quick test apart numbers test-all docs format clean
 
 install: $(READY)
 
@@ -37,7 +37,11 @@ check: $(READY)
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not apart"
+
+# Browsers, killed processes, ranks and the longest runs.
+apart: $(READY)
+	$(PYTEST) -m "apart and not slow"
 
 # Files with tolerances once more, as processors with SSE4 and with AVX2 compute them.
 numbers: $(READY)

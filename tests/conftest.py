@@ -42,6 +42,42 @@ training/test_faults.py lab/plan app policies security lab cli repository reward
 """Begun first, so that no process is left with a long file when the others have finished."""
 
 
+APART = """
+app/test_evaluate.py::test_evaluate_from_the_command_line
+app/test_resume.py::test_a_run_goes_on_by_its_directory_alone
+app/test_resume.py::test_a_run_of_which_nothing_was_trained_begins_again
+app/test_resume.py::test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not
+app/test_resume.py::test_what_training_made_is_never_overwritten
+app/test_stopping.py::test_a_run_whose_output_nobody_reads_any_more_saves
+fake_device/test_fake_device.py::test_a_device_with_the_limits_of_apples_trains_as_a_cpu_does
+fake_device/test_fake_device.py::test_calls_of_the_network_never_wait_and_iterations_keep_nothing
+fake_device/test_fake_device.py::test_the_first_minutes_with_a_gpu_are_rehearsed
+lab/compare/test_compare.py::test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said
+lab/compare/test_compare.py::test_a_study_runs_resumes_grows_and_refuses_another
+lab/demo/test_demo_browser.py
+lab/plan/test_cost.py::test_a_forward_of_flux_takes_37_tflop_at_the_papers_size
+lab/plan/test_cost.py::test_a_training_row_has_the_price_of_one_call
+lab/report/test_report_browser.py
+lab/teach/test_teach_browser.py
+policies/test_any_pipeline.py::test_check_model_finds_planted_faults_in_each_dtype
+policies/test_any_pipeline.py::test_every_class_passes_check_model
+policies/test_own_spec.py::test_it_trains_and_what_it_saves_plain_diffusers_draws
+policies/test_reading.py::test_every_command_tells_of_them_also_with_stored_embeddings
+repository/test_examples.py::test_flow_dpo_prefers_the_chosen_pictures_of_a_table
+repository/test_nano.py::test_two_iterations_are_the_packages_to_the_bit
+run/test_run_files.py::test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on
+runtime/test_distributed.py::test_ranks_train_a_flux_lora_as_one_process_does
+runtime/test_sharding.py::test_a_killed_run_resumes_bit_for_bit
+runtime/test_sharding.py::test_each_layer_is_gathered_once_a_call_or_once_a_rollout
+testbed/test_weights.py::test_the_pipeline_draws_scenes
+training/test_faults.py::test_a_run_killed_at_random_moments_is_the_run_that_was_not
+training/test_faults.py::test_when_a_rank_breaks_the_others_stop_and_say_why
+"""
+"""Browsers, killed processes, ranks and the longest runs: `make apart`. Environments without time for
+all of them take a third, `G2RPO_THIRD=0` to 2, into `make test`."""
+THIRDS = 3
+
+
 @cache
 def place_in(path, names):
     """The place of the first of `names` that is `path` or a folder above it; after all if none
@@ -95,7 +131,12 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place_in(item.path, LONGEST))
+    apart, third = APART.split(), os.environ.get("G2RPO_THIRD")
     for item in items:
+        name = f"{item.path.relative_to(HERE)}::{getattr(item, 'originalname', item.name)}"
+        places = [place for place, each in enumerate(apart) if name.startswith(each)]
+        if places and (third is None or places[0] % THIRDS != int(third) % THIRDS):
+            item.add_marker("apart")
         for name, rule in RULES.items():
             if rule(item.path):
                 item.add_marker(name)
