@@ -35,15 +35,7 @@ from g2rpo.train.collector import Groups, Stopwatch
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.first_group import FirstGroup
 from g2rpo.train.learner import Learner, Snapshot
-from g2rpo.train.listeners import (
-    Ask,
-    Checkpoints,
-    EarlyStop,
-    Evaluations,
-    Log,
-    TimeLimit,
-    asked_by,
-)
+from g2rpo.train.listeners import Ask, Checkpoints, EarlyStop, Evaluations, Log, TimeLimit, asked_by
 from g2rpo.train.model_card import write_card
 from g2rpo.train.monitor.alarms import alarms_of
 from g2rpo.train.monitor.trackers import TensorBoard, Tracker
