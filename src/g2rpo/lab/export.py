@@ -32,7 +32,14 @@ from g2rpo.lab.tuned_weights import TunedWeights, final, from_checkpoint, transf
 from g2rpo.models import catalogue
 from g2rpo.models.adapters import ADAPTER_FILE, CONFIG, PREFIX, Adapter, write_tensors
 from g2rpo.models.blueprint import adapter_of
-from g2rpo.models.comfyui import FLUX, ComfyUI, place_in_joint, replaced_name
+from g2rpo.models.comfyui import (
+    FLUX,
+    JOINT_PARTS,
+    ComfyUI,
+    order_in_joint,
+    part_in_joint,
+    replaced_name,
+)
 from g2rpo.models.pipeline_files import weight_files
 from g2rpo.train.model_card import copy_card
 from g2rpo.train.run.folder import Run
@@ -318,7 +325,7 @@ def _renamed(
     become one LoRA: the downs below one another, the ups in the blocks of a diagonal, so that up @
     down stacks their changes."""
     grouped: dict[str, list[str]] = {}
-    for module in sorted(adapter.layers, key=lambda name: (place_in_joint(name), name)):
+    for module in sorted(adapter.layers, key=lambda name: (order_in_joint(name), name)):
         if (key := key_of(module)) is None:
             raise Unfit(
                 f"its loader has no key for {module} of {transformer}, which policy.lora_targets trains, and would leave it out"
@@ -332,14 +339,15 @@ def _renamed(
             )
         pairs = [adapter.layers[module] for module in modules]
         # FLUX.1's blocks of one stream; what is absent is zero
-        if key.endswith("linear1") and place_in_joint(modules[0]) in range(4):
+        if key.endswith("linear1") and part_in_joint(modules[0]):
             rank, width = pairs[0][0].shape
-            found = dict(zip(map(place_in_joint, modules), pairs, strict=True))
+            found = dict(zip(map(part_in_joint, modules), pairs, strict=True))
+            heights = {part: 4 * width if part == "mlp" else width for part in JOINT_PARTS}
             lacks = {
-                i: (torch.zeros(rank, width), torch.zeros(width * (4 if i == 3 else 1), rank))
-                for i in range(4)
+                part: (torch.zeros(rank, width), torch.zeros(height, rank))
+                for part, height in heights.items()
             }
-            pairs = [{**lacks, **found}[i] for i in range(4)]
+            pairs = [found.get(part, lacks[part]) for part in JOINT_PARTS]
         downs, ups = zip(*pairs, strict=True)
         layers[key] = pairs[0] if len(pairs) == 1 else (torch.cat(downs), torch.block_diag(*ups))
     return layers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from g2rpo.core.errors import refuse
 from g2rpo.models.adapters import Factors, shapes_in
-from g2rpo.models.comfyui import KNOWN, ComfyUI, place_in_joint, replaced_name
+from g2rpo.models.comfyui import KNOWN, ComfyUI, order_in_joint, replaced_name
 
 OTHER_KINDS = {
     r"\.lokr_\w+$": "LoKr",
@@ -249,7 +249,7 @@ def _parts_in(transformer: nn.Module, names: ComfyUI | None) -> dict[str, list[_
     if known is None:
         return parts
     own = shapes_in(transformer)
-    for module in sorted(own, key=place_in_joint):
+    for module in sorted(own, key=order_in_joint):
         above = transformer.get_submodule(module.rpartition(".")[0])
         part = _Part(module, own[module][0], isinstance(above, AdaLayerNormContinuous))
         tables = known.names, known.original or {}, known.read

@@ -49,10 +49,20 @@ def replaced_name(names: Mapping[str, str], module: str) -> str | None:
     return next((match.expand(name) for match, name in found if match), None)
 
 
-def place_in_joint(module: str) -> int:
-    """The place of a projection in a joint matrix: q, k, v, and FLUX.1's mlp."""
-    found = re.search(r"(?:to|add)_([qkv])(?:_proj)?$|(proj_mlp)$", module)
-    return 4 if found is None else "qkv".index(found[1]) if found[1] else 3
+JOINT_PARTS = ("q", "k", "v", "mlp")
+"""The projections in a joint matrix, in their order; "mlp" is in FLUX.1's alone."""
+
+
+def part_in_joint(module: str) -> str | None:
+    """Which of `JOINT_PARTS` a projection is; None for one that no joint matrix holds."""
+    found = re.search(r"(?:to|add)_([qkv])(?:_proj)?$|proj_(mlp)$", module)
+    return None if found is None else found[1] or found[2]
+
+
+def order_in_joint(module: str) -> int:
+    """Sorts projections as they stand in a joint matrix, and others after them."""
+    part = part_in_joint(module)
+    return len(JOINT_PARTS) if part is None else JOINT_PARTS.index(part)
 
 
 def _same(

@@ -90,7 +90,7 @@ def control_of(given: Mapping[str, Any], model: DemoModel) -> Control:
         given = {
             name: value
             for name, value in given.items()
-            if OFFERED_SETTINGS[name].needs != "no own guidance"
+            if OFFERED_SETTINGS[name].needs != "guidance by hand"
         }
     own = {} if model.acts("own guidance") else {"guidance": None}
     return Control.model_validate({**given, **own}, strict=False)

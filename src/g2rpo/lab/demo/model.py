@@ -137,7 +137,7 @@ class DemoModel:
         return {
             "nothing": True,
             "own guidance": self.policy.guidable,
-            "no own guidance": guided_by_hand(self.policy),
+            "guidance by hand": guided_by_hand(self.policy),
             "rewards": bool(self.rewards),
             "adapter": self.tuned == "adapter",
         }[needs]

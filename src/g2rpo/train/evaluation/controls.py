@@ -36,7 +36,7 @@ ETA = 0.7
 """Of the stochastic solver, "sde": Flow-GRPO's noise on all steps but the last."""
 
 
-Need = Literal["nothing", "own guidance", "no own guidance", "rewards", "adapter"]
+Need = Literal["nothing", "own guidance", "guidance by hand", "rewards", "adapter"]
 """What a model needs for a setting to act."""
 
 
@@ -68,7 +68,7 @@ class Control(Section):
             "Guidance by hand",
             f"0: none; {CFG:g} is usual. A second evaluation in each guided step.",
             (0, 10, 0.5),
-            "no own guidance",
+            "guidance by hand",
         ),
     ] = None
     """The scale of guidance by hand: classifier-free, with a second evaluation, of the negative
@@ -79,14 +79,14 @@ class Control(Section):
             "Guided away from this prompt",
             "Empty: from pictures of nothing in particular.",
             None,
-            "no own guidance",
+            "guidance by hand",
         ),
     ] = ""
     """Of guidance by hand."""
     guided_steps: Annotated[
         Steps | None,
         Offer(
-            "Guided steps, from the first", "Of guidance by hand.", (1, 100, 1), "no own guidance"
+            "Guided steps, from the first", "Of guidance by hand.", (1, 100, 1), "guidance by hand"
         ),
     ] = None
     """`guidance` or `cfg` acts in so many first steps; None: in all."""
