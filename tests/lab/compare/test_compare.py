@@ -18,7 +18,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.lab.compare.jobs import environment_of
 from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
-from g2rpo.lab.compare.workflow import _check_judged_alike, compare
+from g2rpo.lab.compare.workflow import _check_judged_alike, compare, unequal_work
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.untrained import Controls
 from g2rpo.rollout.planning import count_trained
@@ -34,6 +34,21 @@ OF_EACH_KIND = (
     *("g2rpo", "mixgrpo", "mixgrpo_flash", "tempflow_grpo"),
     *("diffusion_nft", "epg", "opsd", "refl"),
 )
+
+
+def test_cells_that_spend_other_evaluations_are_named_with_the_budget_that_makes_them_alike():
+    """Twice as many members take twice the evaluations; half of the iterations make up for it."""
+    configs = {
+        name: load_config("scenes", [f"algorithm.group_size={size}"])
+        for name, size in (("few", 6), ("many", 12))
+    }
+    told = unequal_work(configs, {"few": 4, "many": 4})
+    least = work_of_run(load_config("scenes", ["algorithm.group_size=6", "trainer.iterations=4"]))
+    assert f"few {least:,} (1.0), many " in told and f"--budget evaluations={least} " in told
+    assert (
+        unequal_work({"few": configs["few"], "other": configs["few"]}, {"few": 4, "other": 4})
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", few(ALGORITHMS, OF_EACH_KIND.__contains__))

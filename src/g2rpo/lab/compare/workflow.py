@@ -20,9 +20,9 @@ from typing import Any, get_args
 from g2rpo.config.read import read
 from g2rpo.config.resolve import listed_differences, resolve_as
 from g2rpo.config.schema import Alarm, Config
-from g2rpo.config.work import iterations_within
+from g2rpo.config.work import iterations_within, work_of_run
 from g2rpo.core.errors import Stopped, UserError, placed
-from g2rpo.core.events import Emit, Line, silent
+from g2rpo.core.events import Caution, Emit, Line, silent
 from g2rpo.core.files import write_whole
 from g2rpo.lab.compare.jobs import Job, Workers, working
 from g2rpo.lab.compare.results import write_results
@@ -34,6 +34,8 @@ from g2rpo.train.model_card import CARD
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.lock import first_usable
 
+ALIKE = 1.1
+"""Cells whose network evaluations differ by no more than this factor spend as much."""
 NOISE = 0
 """The seed of the evaluations at `Study.steps`: the same noise for all cells, so that differences
 are paired."""
@@ -73,6 +75,8 @@ def compare(
     configs = _configs(study, emit)
     _check_judged_alike(configs, one_base=bool(study.steps))
     iterations = {cell: _iterations(study, cell, config) for cell, config in configs.items()}
+    if (caution := unequal_work(configs, iterations)) is not None:
+        emit(Caution(caution))
     out = out or first_usable("study", partial(_check_same, study))
     emit(Line(f"in {out}"))
     _check_same(study, out)
@@ -89,6 +93,26 @@ def compare(
         kind = UserError if {*failed.values()} == {2} else Stopped
         raise kind("\n".join([*said, f"{rest}; the same command does what is missing"]))
     return work.folder
+
+
+def unequal_work(configs: Mapping[str, Config], iterations: Mapping[str, int]) -> str | None:
+    """What to say where cells spend different numbers of network evaluations; None where no cell
+    spends more than `ALIKE` times the least."""
+    spent = {
+        cell: work_of_run(
+            config.model_copy(
+                update={
+                    "trainer": config.trainer.model_copy(update={"iterations": iterations[cell]})
+                }
+            )
+        )
+        for cell, config in configs.items()
+    }
+    least = min(spent.values())
+    if max(spent.values()) <= ALIKE * least:
+        return None
+    listed = ", ".join(f"{cell} {work:,} ({work / least:.1f})" for cell, work in spent.items())
+    return f"cells spend different network evaluations: {listed}; --budget evaluations={least} gives all the same"
 
 
 @dataclass(frozen=True)
