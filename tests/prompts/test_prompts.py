@@ -19,6 +19,7 @@ from g2rpo.data import formats
 from g2rpo.data.prompts import PromptOrder
 from g2rpo.data.sources import LONGEST_PROMPT, read_prompts
 from tests.support.runs import trainer
+from tests.support.tables import rows
 
 
 def texts(source):
@@ -77,82 +78,82 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
     assert texts(tmp_path / "a.tsv") == ['"a", "b"']
 
 
-REFUSED = [
+NOT_UTF_8 = [
+    ("latin-1", "Z\u00fcrich"),
+    ("gbk", "\u7ea2\u8272\u7684\u72d7"),
+    ("shift_jis", "\u732b\u304c"),
+    ("euc_kr", "\uace0\uc591\uc774"),
+    ("cp1251", "\u043a\u043e\u0442"),
+]
+ODD = [
     ("a.txt", b"\n \n", "is empty"),
     *(
         (
             "a.txt",
-            f"a\n{text}".encode(coding),
+            f"a\n{text}".encode(code),
             "is not UTF-8 .byte .*, line 2.*iconv -f ITS-CODING -t",
         )
-        for text, coding in (
-            ("Z\u00fcrich", "latin-1"),
-            ("\u7ea2\u8272\u7684\u72d7", "gbk"),
-            ("\u732b\u304c", "shift_jis"),
-            ("\uace0\uc591\uc774", "euc_kr"),
-            ("\u043a\u043e\u0442", "cp1251"),
-        )
+        for code, text in NOT_UTF_8
     ),
     ("a.txt", "a".encode("utf-32"), "is not UTF-8 .*iconv -f UTF-32 -t UTF-8"),
     ("a.csv", "prompt\nZ\u00fcrich\n".encode("utf-16"), "is not UTF-8 .*iconv -f UTF-16 -t UTF-8"),
-    (
-        "a.jsonl",
-        b'{"prompt": "a", "images": ["https://x.org/a.png"]}',
-        "line 1: https.* is an address",
-    ),
     (
         "a.txt",
         b"a\n" + b"x" * (LONGEST_PROMPT + 1),
         f"line 2: .* a prompt may have {LONGEST_PROMPT}",
     ),
-    ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2: has no column 'prompt'"),
-    ("a.jsonl", b'{"prompt": "x"}\ny', "line 2: is no JSON"),
-    ("a.jsonl", b'{"prompt": "x", "prompt": "y"}', "line 1: .*has the key 'prompt' twice"),
-    ("a.json", b'{\n"prompt": "x",\n"prompt": "y"}', "a.json: has the key 'prompt' twice"),
-    ("a.jsonl:x", b'{"text": "a"}', "line 1: .* 'x'; name one after a colon: text"),
-    ("a.jsonl", b'{"prompt": "a", "images": [3]}', "line 1: images.*should be a valid"),
-    ("a.jsonl", b'{"prompt": "a", "metadata": [1]}', "line 1: metadata.*should be a valid"),
-    ("a.parquet", b"no parquet at all", "cannot be read as parquet"),
-    ("a.csv", b"name,kind\na,b\n", "has no column .*: name, kind"),
-    ("a.csv", b"prompt,caption\na,b\n", "has the columns 'prompt' and 'caption'"),
-    ("a.csv", b"prompt,n, n\na,1,2\n", "more than one column 'n'"),
-    ("a.csv", b"prompt\na red car, parked\n", "line 2: has 2 cells where the header has 1"),
-    ("a.csv", b"sep=;\nprompt;n\na;b;c\n", "line 3: has 3 cells where the header has 2"),
-    ("a.csv", b'prompt\n"open\n', "cannot be read as a table"),
-    ("a.csv", b"prompt,n\n  ,1\n", "line 2: should be a prompt"),
+    ("a.txt", b"a\x1b[31mb", "line 1: has the control character"),
+    ("a.txt", "a\n\u200b".encode(), "line 2: has nothing visible"),
+    ("a.txt", b"a\tx\nb\ty\n", "is a table"),
+    ("absent.txt", None, "there is no such file; name one"),
     *(
         ("a.csv", f"prompt,n\na,1\n{cell},2\n".encode(), f"line 3: should be a prompt, is '{cell}'")
         for cell in ("", "nan", "NaN", "None", "null", "NULL", "<NA>", "#N/A")
     ),
-    ("a.jsonl", b'{"prompt": "a"}\n{"prompt": NaN}', "line 2: should be a prompt, is nan"),
-    ("absent.txt", None, "there is no such file; name one"),
-    ("a.json", b"[]", "is empty"),
-    ("a.json", b'["a", 3]', "entry 2: should be a prompt"),
-    ("a.json", b"3", "should hold a list"),
-    ("a.yaml", b"a", "yaml is not read; prompts are read from .txt"),
-    ("a.GZ", b"a", "GZ is not read; prompts are read from .txt"),
-    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    ("a.json", b"\n<!DOCTYPE html>\n<html>", "is a page"),
-    ("a.txt", b"a\x1b[31mb", "line 1: has the control character"),
-    ("a.txt", b"a\na cat --w 1024 --n bad", "line 2: has --"),
-    ("a.txt", b"a <lora:x:0.8> cat", "line 1: has <lora:"),
-    ("a.txt", b"a\n# comment", "line 2: begins with #"),
-    ("a.txt", "a\n\u200b".encode(), "line 2: has nothing visible"),
-    ("a.txt", b'Prompts,Category\n"A red car, parked.",Colors\n', "is a table"),
-    ("a.txt", b"a\tx\nb\ty\n", "is a table"),
-    ("a.txt", b'["a", "b"]', "holds a list or objects"),
-    ("a.txt", b'{"prompt": "a"}\n{"prompt": "b"}\n', "holds a list or objects"),
-    ("a.txt", b'{"prompt": "x", "prompt": "y"}', "holds a list or objects"),
-    ("a.txt", b"404: Not Found", "a server's answer"),
-    ("a.txt", b"| prompt | n |\n|---|---|\n| a | 1 |", "a mark, a number or quotes"),
-    ("a.txt", b"prompts:\n  - a\n  - b\n", "is YAML"),
-    ("a.txt", b'"a",\n"b",\n', "a mark, a number or quotes"),
 ]
+REFUSED = r"""
+a.jsonl -> {"prompt": "a", "images": ["https://x.org/a.png"]} -> line 1: https.* is an address
+a.jsonl -> {"prompt": "x"}\n{"text": "y"} -> line 2: has no column 'prompt'
+a.jsonl -> {"prompt": "x"}\ny -> line 2: is no JSON
+a.jsonl -> {"prompt": "x", "prompt": "y"} -> line 1: .*has the key 'prompt' twice
+a.json -> {\n"prompt": "x",\n"prompt": "y"} -> a.json: has the key 'prompt' twice
+a.jsonl:x -> {"text": "a"} -> line 1: .* 'x'; name one after a colon: text
+a.jsonl -> {"prompt": "a", "images": [3]} -> line 1: images.*should be a valid
+a.jsonl -> {"prompt": "a", "metadata": [1]} -> line 1: metadata.*should be a valid
+a.parquet -> no parquet at all -> cannot be read as parquet
+a.csv -> name,kind\na,b\n -> has no column .*: name, kind
+a.csv -> prompt,caption\na,b\n -> has the columns 'prompt' and 'caption'
+a.csv -> prompt,n, n\na,1,2\n -> more than one column 'n'
+a.csv -> prompt\na red car, parked\n -> line 2: has 2 cells where the header has 1
+a.csv -> sep=;\nprompt;n\na;b;c\n -> line 3: has 3 cells where the header has 2
+a.csv -> prompt\n"open\n -> cannot be read as a table
+a.csv -> prompt,n\n  ,1\n -> line 2: should be a prompt
+a.jsonl -> {"prompt": "a"}\n{"prompt": NaN} -> line 2: should be a prompt, is nan
+a.json -> [] -> is empty
+a.json -> ["a", 3] -> entry 2: should be a prompt
+a.json -> 3 -> should hold a list
+a.yaml -> a -> yaml is not read; prompts are read from .txt
+a.GZ -> a -> GZ is not read; prompts are read from .txt
+a.parquet -> version https://git-lfs.github.com/spec/v1\n -> git lfs pull
+a.json -> \n<!DOCTYPE html>\n<html> -> is a page
+a.txt -> a\na cat --w 1024 --n bad -> line 2: has --
+a.txt -> a <lora:x:0.8> cat -> line 1: has <lora:
+a.txt -> a\n# comment -> line 2: begins with #
+a.txt -> Prompts,Category\n"A red car, parked.",Colors\n -> is a table
+a.txt -> ["a", "b"] -> holds a list or objects
+a.txt -> {"prompt": "a"}\n{"prompt": "b"}\n -> holds a list or objects
+a.txt -> {"prompt": "x", "prompt": "y"} -> holds a list or objects
+a.txt -> 404: Not Found -> a server's answer
+a.txt -> | prompt | n |\n|---|---|\n| a | 1 | -> a mark, a number or quotes
+a.txt -> prompts:\n  - a\n  - b\n -> is YAML
+a.txt -> "a",\n"b",\n -> a mark, a number or quotes
+"""
 
 
-@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+@pytest.mark.parametrize(("name", "content", "message"), [*ODD, *rows(REFUSED)])
 def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
     if content is not None:
+        content = content.encode() if isinstance(content, str) else content
         (tmp_path / name.split(":")[0]).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(f"{tmp_path}/{name}")

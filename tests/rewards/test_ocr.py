@@ -21,6 +21,7 @@ from g2rpo.rewards.ocr import OCR, edit_distance
 from g2rpo.train.build import show_prompts
 from g2rpo.train.checks import check
 from tests.support.refusals import refusal
+from tests.support.tables import rows
 
 WORDS = ("tiger", "bemo", "quilt", "Zebra")
 
@@ -117,59 +118,47 @@ def test_it_reads_what_rapidocrs_own_call_reads():
     assert ours.read(Image.new("RGB", (64, 64), "white")) == ""
 
 
+ASKED = """
+the word 'tiger' in red -> tiger
+a dog's sign that says "New York" and "no" -> New York
+a dog's bowl isn't 'full' -> full
+a 12" pizza box that says "Mario's" -> Mario's
+a 1½" pipe, 3" wide, labelled "Hot" -> Hot
+a 12 " pizza, a TV 42", a sign "Route 66" and "No" -> Route 66
+a 6' man, a 10'x12" rug, 12'' tiles, 'Hi' -> Hi
+a '90s diner's sign, rock 'n' roll, the dogs' 'Open' bowl -> Open
+the year '42' on a ’90s wall -> 42
+a 'vintage' ‘red’ sign "HI" -> HI
+a sign "open, and «Hi» -> Hi
+"" and "Hi" -> Hi
+""Hi"" -> Hi
+“Hi “you” ‘there’” and “no” -> Hi “you” ‘there’
+‘Mario’s “best” pizza’ -> Mario’s “best” pizza
+‘Mario’s’ pizza -> Mario’s
+「a『b』c」 -> a『b』c
+"""
+HI = (
+    '„Hi“ „Hi" „Hi” ”Hi” “Hi“ »Hi« »Hi» ‹Hi› ‚Hi‘ ’Hi’ ″Hi″ 「Hi」 『Hi』 ｢Hi｣ 《Hi》 〝Hi〟 ＂Hi＂'
+)
+
+
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ("the word 'tiger' in red", "tiger"),
-        ('a dog\'s sign that says "New York" and "no"', "New York"),
-        ("a dog's bowl isn't 'full'", "full"),
-        ("a dog's bowl isn't full", None),
-        (Prompt("a sign", metadata={"text": "stop"}), "stop"),
-        (Prompt("a 'sign'", metadata={"text": "stop"}), "stop"),
-        (Prompt("a 'sign'", metadata={"text": ""}), "sign"),
-        (Prompt("a 'sign'", metadata={"text": 0}), "0"),
-        ('a 12" pizza box that says "Mario\'s"', "Mario's"),
-        ('a 12" by 16" poster', None),
-        ('a 1½" pipe, 3" wide, labelled "Hot"', "Hot"),
-        ('a 12 " pizza, a TV 42", a sign "Route 66" and "No"', "Route 66"),
-        ("a 6' man, a 10'x12\" rug, 12'' tiles, 'Hi'", "Hi"),
-        ("a '90s diner's sign, rock 'n' roll, the dogs' 'Open' bowl", "Open"),
-        ("the boys' and girls' room in '66", None),
-        ("the year '42' on a ’90s wall", "42"),
-        ("a 'vintage' ‘red’ sign \"HI\"", "HI"),
-        ('a sign "open, and «Hi»', "Hi"),
-        ('"" and "Hi"', "Hi"),
-        ('""Hi""', "Hi"),
-        ("“Hi “you” ‘there’” and “no”", "Hi “you” ‘there’"),
-        ("‘Mario’s “best” pizza’", "Mario’s “best” pizza"),
-        ("‘Mario’s’ pizza", "Mario’s"),
-        ("「a『b』c」", "a『b』c"),
-        *[
-            (f"x {one} y", "Hi")
-            for one in [
-                "„Hi“",
-                '„Hi"',
-                "„Hi”",
-                "”Hi”",
-                "“Hi“",
-                "»Hi«",
-                "»Hi»",
-                "‹Hi›",
-                "‚Hi‘",
-                "’Hi’",
-                "″Hi″",
-                "「Hi」",
-                "『Hi』",
-                "｢Hi｣",
-                "《Hi》",
-                "〝Hi〟",
-                "＂Hi＂",
-            ]
-        ],
-        *[
+        *rows(ASKED),
+        *((f"x {one} y", "Hi") for one in HI.split()),
+        *(
             (f"写着{one}的牌子", "你好")
-            for one in ("'你好'", "‘你好’", '"你好"', "“你好”", "’你好’", "「你好」")
-        ],
+            for one in ["'你好'", "‘你好’", '"你好"', "“你好”", "’你好’", "「你好」"]
+        ),
+        ("a dog's bowl isn't full", None),
+        ('a 12" by 16" poster', None),
+        ("the boys' and girls' room in '66", None),
+        *(
+            (Prompt("a 'sign'", metadata={"text": own}), text)
+            for own, text in (("stop", "stop"), ("", "sign"), (0, "0"))
+        ),
+        (Prompt("a sign", metadata={"text": "stop"}), "stop"),
     ],
 )
 def test_the_asked_text(prompt, text):

@@ -14,6 +14,7 @@ from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in
 from tests.support.edits import edits
 from tests.support.pictures import flat
+from tests.support.tables import rows
 from tests.support.tolerances import rounding
 from tests.support.waiting import PATIENCE_S
 
@@ -156,32 +157,25 @@ def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
     ("options", "images", "refusal"),
     [
         ({"form": "edit"}, (), "form=edit is for edits, but none of 2 prompts has an input"),
-        ({"form": "edit_yes_no"}, ("a.png",), None),
         ({"form": "final"}, ("a.png",), "prompt 'blue' has an input picture: take form=edit"),
-        ({"form": "final", "template": "Is {prompt} done?"}, ("a.png",), None),
-        ({"form": "final"}, (), None),
+        ({"form": "edit_yes_no"}, ("a.png",), "None"),
+        ({"form": "final", "template": "Is {prompt} done?"}, ("a.png",), "None"),
+        ({"form": "final"}, (), "None"),
     ],
 )
 def test_forms_that_do_not_fit_the_prompts_are_refused(options, images, refusal):
     said = VLMJudge.fault({"template": None, **options}, ["red", Prompt("blue", images=images)])
-    assert said is None if refusal is None else refusal in said
+    assert refusal in str(said)
 
 
-def test_a_judge_may_think_before_it_decides(caplog):
-    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
-    with chatting(says=lambda body: "Final Score: 3") as server:
-        judge = asking(server, request=thinking)
-        assert judge(flat(0.5), ["a"]).tolist() == [3.0]
-        assert thinking.items() <= server.requests[-1].items()
-        server.finish = "length"  # its thoughts have a field of their own, and no text is left
-        assert judge(flat(0.5), ["a"]).isnan().all() and len(server.requests) == 3
-    assert "of one: it was cut off (finish_reason: length)" in caplog.text
+THINKING = {"type": "thinking", "thinking": [{"type": "text", "text": "2?"}]}
 
 
 @pytest.mark.parametrize(
     ("form", "more", "refusal"),
     [
         ("final", {"finish_reason": "length"}, "cut off.*It says: 'Final Score: 3'"),
+        ("final", {"finish_reason": "length", "message": {"content": None}}, "cut off"),
         ("final", {"finish_reason": None}, "does not say how it ended"),
         ("final", {"message": {"content": "x" * 10**5}}, "no number for.*It says: 'x{99}[.]{3}$"),
         ("final", {"message": {"content": None, "reasoning_content": "Final Score: 4"}}, "no text"),
@@ -191,21 +185,9 @@ def test_a_judge_may_think_before_it_decides(caplog):
         ("final", {}, None),
         ("final", {"finish_reason": "STOP"}, None),
         ("final", {"message": {"content": "Final Score: 4", "reasoning_content": "2?"}}, None),
-        (
-            "final",
-            {
-                "message": {
-                    "content": [
-                        {"type": "thinking", "thinking": [{"type": "text", "text": "2?"}]},
-                        {"type": "text", "text": "Final "},
-                        "Score: 4",
-                    ]
-                }
-            },
-            None,
-        ),
+        ("final", {"message": {"content": [THINKING, {"type": "text", "text": "Final "}, "Score: 4"]}}, None),
     ],
-)
+)  # fmt: skip
 def test_a_judge_is_tried_on_a_question_before_training(form, more, refusal):
     """One whose answers cannot be read would have given no score, or wrong ones, at every picture."""
     usual = {"message": {"content": "Final Score: 3"}, "finish_reason": "stop"}
@@ -278,78 +260,86 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
 FINAL = ["Final Score"], 1.0, 5.0
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("circle (shape): 1\nFinal Score: 4", 4.0),
-        ("**Final Score:** 3.5/5", 3.5),
-        ("Final Score: 2? No. Final Score: 4", 4.0),
-        ("Final Score: 1-5? I say Final Score: 5.", 5.0),
-        ("Final Score: 4\n- 2 cats are missing", 4.0),
-        ("Final Score: 3,5", 3.5),
-        ("Final Score: 4, of 5", 4.0),
-        ("Final Score: 4.0/5.0 stars", 4.0),
-        ("Final Score: 4 (good)", 4.0),
-        ("Final Score (out of 5): 4", 4.0),
-        ("Final Score（1–5）：4分", 4.0),
-        ("### Final Score\n4", 4.0),
-        ("### Final Score\n\n**4**/5", 4.0),
-        ("_Final Score:_ <4>", 4.0),
-        ("<b>Final Score</b>: [[4]]", 4.0),
-        ("| Final Score | 4 |", 4.0),
-        (r"\boxed{4}", 4.0),
-        (r"So it is $\boxed{\text{Final Score: }4}$.", 4.0),
-        ("<|begin_of_box|>4<|end_of_box|>", 4.0),
-        ("<|begin_of_box|>4", 4.0),
-        ("<answer>Final Score: 4</answer>", 4.0),
-        ("4/5", 4.0),
-        ('{"Final Score": 4}', 4.0),
-        ('```json\n{"final_score": "4/5", "why": "2 cats"}\n```', 4.0),
-        ("Final Score: 3 + 1 = 4", "more than a number"),
-        ("Final Score: (3+5)/2 = 4", "more than a number"),
-        ("Final Score: 1 to 5", "more than a number"),
-        ("Final Score: 1,5-4,5", "more than a number"),
-        ("Final Score: 1 - 5", "more than a number"),
-        ("Final Score: 1–5", "more than a number"),
-        ("Final Score: 4 or 5", "more than a number"),
-        ("Final Score: 1,000", "more than a number"),
-        ("Final Score: 3½", "more than a number"),
-        ("Final Score: 1e0", "no number"),
-        ("Final Score: -1", "no number"),
-        ("Final Score: 2\nFinal Score: unknown", "no number"),
-        ("Final Score: **3**/10", "out of 10, not of 5"),
-        (r"\boxed{4}/10", "out of 10, not of 5"),
-        ("Final Score: 4 out of 10", "out of 10, not of 5"),
-        ("Final Score: 4 %", "out of 100, not of 5"),
-        ("Final Score: 0", "0, not from 1 to 5"),
-        ("I cannot judge this. 4", "no number"),
-        ("", "no text"),
-    ],
-)
-def test_a_final_score_is_read(text, score):
-    """Of every form twice, once after thoughts: a number that is not the whole score was read."""
-    for before in ("", "<think>Final Score: 2, or 3?</think> "):
-        if isinstance(score, float):
-            assert scores_in(Said(before + text, "stop"), *FINAL) == [score]
-        else:
-            with pytest.raises(Unread, match=score):
-                scores_in(Said(before + text, "stop"), *FINAL)
+SCORES = r"""
+circle (shape): 1\nFinal Score: 4 -> 4
+**Final Score:** 3.5/5 -> 3.5
+Final Score: 2? No. Final Score: 4 -> 4
+Final Score: 1-5? I say Final Score: 5. -> 5
+Final Score: 4\n- 2 cats are missing -> 4
+Final Score: 3,5 -> 3.5
+Final Score: 4, of 5 -> 4
+Final Score: 4.0/5.0 stars -> 4
+Final Score: 4 (good) -> 4
+Final Score (out of 5): 4 -> 4
+Final Score（1–5）：4分 -> 4
+### Final Score\n4 -> 4
+### Final Score\n\n**4**/5 -> 4
+_Final Score:_ <4> -> 4
+<b>Final Score</b>: [[4]] -> 4
+| Final Score | 4 | -> 4
+\boxed{4} -> 4
+So it is $\boxed{\text{Final Score: }4}$. -> 4
+<|begin_of_box|>4<|end_of_box|> -> 4
+<|begin_of_box|>4 -> 4
+<answer>Final Score: 4</answer> -> 4
+4/5 -> 4
+{"Final Score": 4} -> 4
+```json\n{"final_score": "4/5", "why": "2 cats"}\n``` -> 4
+"""
+UNREAD = r"""
+Final Score: 3 + 1 = 4 -> more than a number
+Final Score: (3+5)/2 = 4 -> more than a number
+Final Score: 1 to 5 -> more than a number
+Final Score: 1,5-4,5 -> more than a number
+Final Score: 1 - 5 -> more than a number
+Final Score: 1–5 -> more than a number
+Final Score: 4 or 5 -> more than a number
+Final Score: 1,000 -> more than a number
+Final Score: 3½ -> more than a number
+Final Score: 1e0 -> no number
+Final Score: -1 -> no number
+Final Score: 2\nFinal Score: unknown -> no number
+Final Score: **3**/10 -> out of 10, not of 5
+\boxed{4}/10 -> out of 10, not of 5
+Final Score: 4 out of 10 -> out of 10, not of 5
+Final Score: 4 % -> out of 100, not of 5
+Final Score: 0 -> 0, not from 1 to 5
+I cannot judge this. 4 -> no number
+ -> no text
+"""
 
 
-@pytest.mark.parametrize(
-    "thoughts",
-    [
-        "<think>%s</think>",
-        "%s</think>",
-        "<thinking>%s</thinking>",
-        "<seed:think>%s</seed:think>",
-        "[THINK]%s[/THINK]",
-        "◁think▷%s◁/think▷",
-        "<|begin_of_thought|>%s<|end_of_thought|>",
-        "<|channel>thought\n%s<channel|>",
-    ],
-)
-def test_thoughts_are_no_answer(thoughts):
+AFTER = pytest.mark.parametrize("before", ["", "<think>Final Score: 2, or 3?</think> "])
+
+
+@AFTER
+@pytest.mark.parametrize(("text", "score"), rows(SCORES))
+def test_a_final_score_is_read(before, text, score):
+    assert scores_in(Said(before + text, "stop"), *FINAL) == [float(score)]
+
+
+@AFTER
+@pytest.mark.parametrize(("text", "why"), rows(UNREAD))
+def test_a_number_that_is_not_the_whole_score_is_not_read(before, text, why):
+    with pytest.raises(Unread, match=why):
+        scores_in(Said(before + text, "stop"), *FINAL)
+
+
+THOUGHTS = r"""
+<think>%s</think>
+%s</think>
+<thinking>%s</thinking>
+<seed:think>%s</seed:think>
+[THINK]%s[/THINK]
+◁think▷%s◁/think▷
+<|begin_of_thought|>%s<|end_of_thought|>
+<|channel>thought\n%s<channel|>
+"""
+
+
+@pytest.mark.parametrize("row", rows(THOUGHTS))
+def test_thoughts_are_no_answer(row):
+    (thoughts,) = row
     whole = thoughts.replace("%s", "it would be right if ... Final Score: 5")
     assert scores_in(Said(f"{whole}\nFinal Score: 2", "stop"), *FINAL) == [2.0]
     with pytest.raises(Unread, match="no text after its thoughts"):
@@ -359,23 +349,23 @@ def test_thoughts_are_no_answer(thoughts):
             scores_in(Said(whole.partition(" ...")[0] + "\nFinal Score: 5", "stop"), *FINAL)
 
 
-@pytest.mark.parametrize(
-    ("ended", "why"),
-    [
-        ("length", "cut off .finish_reason: length.; give it more max_tokens"),
-        ("max_tokens", "cut off"),
-        ("content_filter", "did not end by itself .finish_reason: content_filter"),
-        (None, "does not say how it ended"),
-        *((each, None) for each in ("stop", "end_turn", "eos_token", "stop_sequence")),
-    ],
-)
-def test_only_an_answer_that_ended_by_itself_counts(ended, why):
+@pytest.mark.parametrize("ended", ["stop", "end_turn", "eos_token", "stop_sequence"])
+def test_an_answer_that_ended_by_itself_counts(ended):
+    assert scores_in(Said("Final Score: 1", ended), *FINAL) == [1.0]
+
+
+ENDED = """
+length -> cut off .finish_reason: length.; give it more max_tokens
+max_tokens -> cut off
+content_filter -> did not end by itself .finish_reason: content_filter
+"""
+
+
+@pytest.mark.parametrize(("ended", "why"), [*rows(ENDED), (None, "does not say how it ended")])
+def test_no_other_answer_counts(ended, why):
     """A number may be cut in two: 1 of 10."""
-    if why is None:
-        assert scores_in(Said("Final Score: 1", ended), *FINAL) == [1.0]
-    else:
-        with pytest.raises(Unread, match=why):
-            scores_in(Said("Final Score: 1", ended), *FINAL)
+    with pytest.raises(Unread, match=why):
+        scores_in(Said("Final Score: 1", ended), *FINAL)
 
 
 @pytest.mark.parametrize(
