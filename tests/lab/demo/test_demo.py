@@ -27,10 +27,9 @@ from g2rpo.lab.demo.model import (
     MAX_PROMPT,
     config_of_model,
     open_model,
-    training_of,
     what_it_is,
 )
-from g2rpo.lab.demo.views import change, drawing_html, run_html, trace_html, written_score
+from g2rpo.lab.demo.views import change, drawing_html, trace_html, written_score
 from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.models import load
 from g2rpo.rollout.engine import Engine
@@ -116,15 +115,6 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run, tuning, tmp_pat
     assert "held-out" not in draw(model, "three green stars").settings
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [(" \n", "write a prompt"), ("a" * (MAX_PROMPT + 1), "501 characters; 500 are allowed")],
-)
-def test_a_prompt_that_is_none_is_named(session, prompt, message):
-    with pytest.raises(UserError, match=message):
-        draw(session, prompt)
-
-
 def test_a_model_alone_has_no_tuned_side(flux_directory):
     config = config_of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
     drawing = draw(open_model(config, None, print), PROMPT, control=TWO_STEPS)
@@ -155,8 +145,6 @@ def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
     plain = draw(session, prompt, control=Control(steps=3))
     assert plain.free is None and torch.equal(plain.base.picture, drawing.base.picture)
     assert "Base model, other sampler settings" in drawing_html(drawing)
-    with pytest.raises(UserError, match="needs a reward"):
-        draw(replace(session, rewards={}), prompt, control=Control(best_of=2))
 
 
 @pytest.mark.parametrize(
@@ -253,8 +241,6 @@ def test_a_group_may_look_at_other_granularities(session):
     assert levels.abs().max() <= 1  # of 8 bits, where rounding to them differs
     advantages = algorithm.advantages(other.rewards[None], session.weights)[0]
     assert torch.equal(other.advantages, advantages)
-    with pytest.raises(UserError, match="choose granularities of 1, 2, 3"):
-        trace_group(session, PROMPT, granularities=[])
 
 
 def test_predictions_end_where_the_plain_walk_ends(session):
@@ -274,13 +260,23 @@ def learning(tiny_config, name, *overrides):
     return open_model(load_config(str(tiny_config), words), None, print)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("diffusion_nft", "no stochastic step"), ("refl", "no group to compare")]
-)
-def test_an_algorithm_without_stochastic_steps_has_no_group(tiny_config, name, message):
-    session = learning(tiny_config, name, "sampling.num_steps=6")
-    with pytest.raises(UserError, match=message):
-        trace_group(session, PROMPT)
+def test_what_cannot_be_drawn_or_traced_is_named(session, tiny_config, tmp_path):
+    def learnt(name):
+        return learning(tiny_config, name, "sampling.num_steps=6")
+
+    testbed = config_of_model("testbed", None, 3.5, None)
+    best = {"control": Control(best_of=2)}
+    for message, call in {
+        "write a prompt": lambda: draw(session, " \n"),
+        "501 characters; 500 are allowed": lambda: draw(session, "a" * (MAX_PROMPT + 1)),
+        "needs a reward": lambda: draw(replace(session, rewards={}), PROMPT, **best),
+        "choose granularities of 1, 2, 3": lambda: trace_group(session, PROMPT, granularities=[]),
+        "no stochastic step": lambda: trace_group(learnt("diffusion_nft"), PROMPT),
+        "no group to compare": lambda: trace_group(learnt("refl"), PROMPT),
+        "the weights do not fit testbed": lambda: open_model(testbed, tmp_path, print),
+    }.items():
+        with pytest.raises(UserError, match=message):
+            call()
 
 
 STOCHASTIC = [
@@ -388,17 +384,9 @@ def test_a_run_without_scores_opens_on_its_first_prompt(run, tmp_path):
     assert opening_of(read_runs([copy])[0]) == FIRST_PROMPT
 
 
-def test_what_the_page_is_about_is_said_for_outsiders(session):
-    said = what_it_is(session.config, training_of(session.config))
-    assert said.endswith(", before and after training an adapter with G²RPO.")
+def test_a_model_alone_is_named_for_outsiders():
     alone = what_it_is(config_of_model("testbed", None, 3.5, None), "as it is")
     assert alone == "The tiny FLUX that comes with g2rpo, as it is."
-
-
-def test_the_run_is_its_report_in_a_frame(run):
-    html = run_html(read_runs([run.path])[0])
-    page = re.fullmatch(r'<iframe [^>]*srcdoc="([^"]*)"></iframe>', html)
-    assert page and "&lt;!doctype html&gt;" in page[1] and "scene_accuracy" in page[1]
 
 
 TESTBED = ["--model", "testbed"]
@@ -432,11 +420,6 @@ def test_wrong_input_is_one_message_before_anything_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert message in refused(capsys, "demo", *arguments, "--port", port)
-
-
-def test_weights_that_do_not_fit_are_named(tmp_path):
-    with pytest.raises(UserError, match="the weights do not fit testbed"):
-        open_model(config_of_model("testbed", None, 3.5, None), tmp_path, print)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def draw(page, prompt):
     page.wait_for_function(f"prompt => {shown} == prompt", arg=prompt)
 
 
-def test_the_page_opens_with_a_drawing_and_draws_others(opened):
+def test_a_person_draws_learns_and_reads_on_a_desktop_and_on_a_phone(opened, run):
     page = opened()
     assert page.locator("#drawing p.g2-note").first.inner_text().startswith("This opens on the ")
     facts = page.locator(".g2-facts").inner_text()
@@ -118,7 +118,7 @@ def test_the_page_opens_with_a_drawing_and_draws_others(opened):
     page.click("#draw")  # the same again, without the rule
     page.wait_for_function("!document.querySelector('#drawing p.g2-note')")
     assert page.evaluate(SOURCES) == before
-    draw(page, "two red circles")
+    draw(page, "three blue stars")
     assert page.locator("#drawing h3").all_inner_texts() == ["Base model", "After training"]
     base, tuned = page.evaluate(SOURCES)
     assert base != tuned and base not in before
@@ -127,6 +127,57 @@ def test_the_page_opens_with_a_drawing_and_draws_others(opened):
     )
     assert all(base == tuned for base, tuned in on_each(page, tops))  # side by side, on a phone too
     assert fits(page)
+
+    page.get_by_role("button", name="Settings", expanded=False).click()
+    page.get_by_role("button", name="Settings", expanded=True).wait_for()
+    page.get_by_role("spinbutton", name="Strength of the adapter").fill("0")
+    page.click("#draw")
+    page.wait_for_function(f"base => {SOURCES}.every(src => src == base)", arg=base)
+    seed, steps = visible(page.get_by_label("Seed")), page.get_by_role("spinbutton", name="Steps")
+    for field, wrong, right, message in (
+        (page.locator("textarea:visible"), "  ", "three blue stars", "write a prompt first"),
+        (seed, "99999999999999999999", "7", "the seed should be a whole number from 0 to"),
+        (seed, "", "7", "the seed should be"),
+    ):
+        field.fill(wrong)
+        page.click("#draw")
+        page.get_by_text(message).first.wait_for()
+        assert page.locator("#drawing img").count() == 2  # what was there stays
+        field.fill(right)
+        page.click("#draw")  # the message goes with the next question
+        page.get_by_text(message).first.wait_for(state="detached")
+    steps.fill("0")  # the nearest that may be, and the page says so
+    page.click("#draw")
+    page.get_by_text("seed 7 · 1 step · guidance 3.5 · strength 0").wait_for()
+
+    page.get_by_role("tab", name="How it learns").click()
+    write(page, "two red circles")
+    page.click("#branch")
+    group = page.locator("#group")
+    group.get_by_text("two red circles").wait_for()
+    assert group.locator(".g2-walk img").count() == 4  # steps
+    assert group.locator(".g2-here").inner_text().split()[:2] == ["step", "0"]
+    # three members: the noise, and the run's two granularities
+    assert group.locator(".g2-members img").count() == 3 * (1 + 2)
+    told = group.locator("dd b").all_inner_texts()
+    values = [float(text.replace("−", "-")) for text in told]
+    # three numbers of two decimals
+    assert values == sorted(values, reverse=True) and sum(values) == pytest.approx(0, abs=0.02)
+    visible(page.get_by_label("3", exact=True)).check()
+    page.get_by_label("after training").check()
+    last = group.locator(".g2-walk img").last
+    before = last.get_attribute("src")
+    page.click("#branch")
+    group.get_by_text("after training").wait_for()
+    assert group.locator(".g2-members img").count() == 3 * (1 + 3)
+    assert last.get_attribute("src") != before and fits(page)
+
+    page.get_by_role("tab", name="The run").click()
+    frame = page.frame_locator("iframe.g2-report")
+    frame.get_by_role("heading", name=run.path.name, exact=True).wait_for()
+    frame.get_by_role("link", name="What ran").click()
+    page.wait_for_function("scrollY > 500")  # the frame is as long as its page, and stays
+    assert frame.locator("svg.chart").count() > 4 and fits(page)
 
 
 LATE_FRAMES = """
@@ -153,36 +204,6 @@ def test_what_is_typed_as_soon_as_it_can_be_stays(opened):
 
 
 @pytest.mark.slow
-def test_settings_are_used_and_mistakes_are_told(opened):
-    page = opened()
-    draw(page, "three blue stars")
-    base, tuned = page.evaluate(SOURCES)
-    assert base != tuned
-    page.get_by_role("button", name="Settings", expanded=False).click()
-    page.get_by_role("button", name="Settings", expanded=True).wait_for()
-    page.get_by_role("spinbutton", name="Strength of the adapter").fill("0")
-    page.click("#draw")
-    page.wait_for_function(f"base => {SOURCES}.every(src => src == base)", arg=base)
-    seed, steps = visible(page.get_by_label("Seed")), page.get_by_role("spinbutton", name="Steps")
-    for field, wrong, right, message in (
-        (page.locator("textarea:visible"), "  ", "three blue stars", "write a prompt first"),
-        (seed, "99999999999999999999", "7", "the seed should be a whole number from 0 to"),
-        (seed, "", "7", "the seed should be"),
-    ):
-        field.fill(wrong)
-        page.click("#draw")
-        page.get_by_text(message).first.wait_for()
-        assert page.locator("#drawing img").count() == 2  # what was there stays
-        field.fill(right)
-        page.click("#draw")  # the message goes with the next question
-        page.get_by_text(message).first.wait_for(state="detached")
-    # the nearest that may be, and the page says so
-    steps.fill("0")
-    page.click("#draw")
-    page.get_by_text("seed 7 · 1 step · guidance 3.5 · strength 0").wait_for()
-
-
-@pytest.mark.slow
 def test_a_click_during_a_drawing_counts(opened):
     """The first question is held back until the second was asked with another setting."""
     page, held, asked = opened(), [], []
@@ -201,44 +222,6 @@ def test_a_click_during_a_drawing_counts(opened):
     held[0].continue_()
     page.get_by_text("guidance 3.5 · strength 0").wait_for()
     assert [data[5] for data in asked] == [1, 0]  # the strength
-
-
-@pytest.mark.slow
-def test_how_it_learns_shows_anchor_members_and_advantages(opened):
-    page = opened()
-    page.get_by_role("tab", name="How it learns").click()
-    write(page, "two red circles")
-    page.click("#branch")
-    group = page.locator("#group")
-    group.get_by_text("two red circles").wait_for()
-    assert group.locator(".g2-walk img").count() == 4  # steps
-    assert group.locator(".g2-here").inner_text().split()[:2] == ["step", "0"]
-    # three members: the noise, and the run's two granularities
-    assert group.locator(".g2-members img").count() == 3 * (1 + 2)
-    advantages = group.locator("dd b").all_inner_texts()
-    values = [float(text.replace("−", "-")) for text in advantages]
-    # three numbers of two decimals
-    assert values == sorted(values, reverse=True) and sum(values) == pytest.approx(0, abs=0.02)
-    visible(page.get_by_label("3", exact=True)).check()
-    page.get_by_label("after training").check()
-    before = group.locator(".g2-walk img").last.get_attribute("src")
-    page.click("#branch")
-    group.get_by_text("after training").wait_for()
-    assert group.locator(".g2-members img").count() == 3 * (1 + 3)
-    assert group.locator(".g2-walk img").last.get_attribute("src") != before
-    assert fits(page)
-
-
-@pytest.mark.slow
-def test_the_run_is_shown(opened, run):
-    page = opened()
-    page.get_by_role("tab", name="The run").click()
-    frame = page.frame_locator("iframe.g2-report")
-    frame.get_by_role("heading", name=run.path.name, exact=True).wait_for()
-    frame.get_by_role("link", name="What ran").click()
-    # the frame is as long as its page, and stays
-    page.wait_for_function("scrollY > 500")
-    assert frame.locator("svg.chart").count() > 4 and fits(page)
 
 
 STILL = """document.getAnimations().every(
