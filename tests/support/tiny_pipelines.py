@@ -1,77 +1,12 @@
 """Tiny random pipelines of every class that `models.catalogue` describes, with real tiny text
 encoders and tokenizers."""
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKLFlux2,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLHunyuanVideo15,
-    AutoencoderKLLTXVideo,
-    AutoencoderKLQwenImage,
-    AutoencoderKLQwenImage21,
-    AutoencoderKLWan,
-    BriaPipeline,
-    BriaTransformer2DModel,
-    ChromaPipeline,
-    ChromaTransformer2DModel,
-    ClassifierFreeGuidance,
-    CogView4Pipeline,
-    CogView4Transformer2DModel,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Transformer2DModel,
-    FluxKontextPipeline,
-    HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
-    HunyuanVideoPipeline,
-    HunyuanVideoTransformer3DModel,
-    Krea2Pipeline,
-    Krea2Transformer2DModel,
-    LongCatImagePipeline,
-    LongCatImageTransformer2DModel,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-    Lumina2Pipeline,
-    Lumina2Transformer2DModel,
-    OvisImagePipeline,
-    OvisImageTransformer2DModel,
-    PRXPipeline,
-    PRXTransformer2DModel,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
-    QwenImageEditPipeline,
-    QwenImageEditPlusPipeline,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    SanaPipeline,
-    SanaTransformer2DModel,
-    WanPipeline,
-    WanTransformer3DModel,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
+import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from tokenizers import processors
-from transformers import (
-    CLIPTextModel,
-    Gemma2Config,
-    Gemma2Model,
-    GlmConfig,
-    GlmModel,
-    LlamaConfig,
-    LlamaModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
 from g2rpo.models import catalogue
@@ -108,13 +43,17 @@ def chat_tokenizer(length=512):
 
 def qwen3(width, layers, causal=True):
     shape = {**LANGUAGE, "hidden_size": width, "head_dim": width // 2, "num_hidden_layers": layers}
-    return (Qwen3ForCausalLM if causal else Qwen3Model)(
-        Qwen3Config(**shape, max_position_embeddings=512)
+    return (transformers.Qwen3ForCausalLM if causal else transformers.Qwen3Model)(
+        transformers.Qwen3Config(**shape, max_position_embeddings=512)
     )
 
 
+def rope_of(*sections):
+    return {"mrope_section": [*sections], "rope_type": "default", "rope_theta": 1e6}
+
+
 def qwen_vl(width, words: int = len(WORDS), image=3, vision_start=3):
-    rope = {"mrope_section": [1, 1, width // 4 - 2], "rope_type": "default", "rope_theta": 1e6}
+    rope = rope_of(1, 1, width // 4 - 2)
     text = {
         **LANGUAGE,
         "vocab_size": words,
@@ -124,13 +63,13 @@ def qwen_vl(width, words: int = len(WORDS), image=3, vision_start=3):
     }
     vision = {**VISION, "out_hidden_size": width, "patch_size": 14}
     special = {"image_token_id": image, "vision_start_token_id": vision_start}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
     )
 
 
 def qwen_vae(mean=0.1, std=0.8):
-    return AutoencoderKLQwenImage(
+    return diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
         dim_mult=[1, 1],
@@ -149,7 +88,7 @@ def dynamic(**changes):
         "max_image_seq_len": 256,
         **changes,
     }
-    return FlowMatchEulerDiscreteScheduler(**options)
+    return Euler(**options)
 
 
 def louder(module, std):
@@ -157,7 +96,7 @@ def louder(module, std):
 
 
 def flux2_vae():
-    vae = AutoencoderKLFlux2(
+    vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 8),
         latent_channels=4,
         norm_num_groups=2,
@@ -173,7 +112,7 @@ def flux2_vae():
 
 
 def klein(distilled=False):
-    transformer = Flux2Transformer2DModel(
+    transformer = diffusers.Flux2Transformer2DModel(
         **BLOCKS,
         in_channels=16,
         joint_attention_dim=24,
@@ -182,7 +121,7 @@ def klein(distilled=False):
         guidance_embeds=False,
     )
     louder(transformer.proj_out, 0.3)
-    return Flux2KleinPipeline(
+    return diffusers.Flux2KleinPipeline(
         scheduler=dynamic(),
         vae=flux2_vae(),
         text_encoder=qwen3(8, 27),
@@ -193,7 +132,7 @@ def klein(distilled=False):
 
 
 def qwen_image():
-    transformer = QwenImageTransformer2DModel(
+    transformer = diffusers.QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
         out_channels=4,
@@ -205,7 +144,7 @@ def qwen_image():
     )
     louder(transformer.txt_in, 0.5)
     scheduler = dynamic(base_shift=0.5, max_shift=0.9, max_image_seq_len=512, shift_terminal=0.02)
-    return QwenImagePipeline(
+    return diffusers.QwenImagePipeline(
         scheduler=scheduler,
         vae=qwen_vae(),
         text_encoder=qwen_vl(16),
@@ -215,7 +154,7 @@ def qwen_image():
 
 
 def z_image():
-    transformer = ZImageTransformer2DModel(
+    transformer = diffusers.ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
         n_layers=3,
@@ -226,8 +165,8 @@ def z_image():
         axes_dims=[8, 4, 4],
         axes_lens=[128, 32, 32],
     )
-    return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    return diffusers.ZImagePipeline(
+        scheduler=Euler(shift=3.0),
         vae=tiny_vae(),
         text_encoder=qwen3(16, 3, causal=False),
         tokenizer=chat_tokenizer(),
@@ -238,7 +177,7 @@ def z_image():
 def kontext():
     flux = flux_pipeline()
     parts = {**flux.components, "vae": tiny_vae()}
-    return FluxKontextPipeline(**{**parts, "scheduler": dynamic()})
+    return diffusers.FluxKontextPipeline(**{**parts, "scheduler": dynamic()})
 
 
 class TinyProcessor:
@@ -262,7 +201,7 @@ class TinyProcessor:
         return tokens
 
 
-def qwen_edit(kind=QwenImageEditPipeline):
+def qwen_edit(kind=diffusers.QwenImageEditPipeline):
     plain, processor = qwen_image(), TinyProcessor()
     ids = processor.tokenizer.convert_tokens_to_ids
     encoder = qwen_vl(16, len(processor.tokenizer), ids("<|image_pad|>"), ids("<|vision_start|>"))
@@ -276,7 +215,7 @@ def qwen_edit(kind=QwenImageEditPipeline):
 
 
 def wan_vae(**changes):
-    return AutoencoderKLWan(
+    return diffusers.AutoencoderKLWan(
         base_dim=4,
         z_dim=4,
         dim_mult=[1, 1, 1],
@@ -291,13 +230,15 @@ def wan_vae(**changes):
 
 
 def umt5(width):
-    return UMT5EncoderModel(
-        UMT5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    return transformers.UMT5EncoderModel(
+        transformers.UMT5Config(
+            vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+        )
     )
 
 
 def wan_transformer():
-    return WanTransformer3DModel(
+    return diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
@@ -314,18 +255,18 @@ def wan_transformer():
 
 
 def wan(scheduler=None, **changes):
-    return WanPipeline(
+    return diffusers.WanPipeline(
         tokenizer=tokenizer(512),
         text_encoder=umt5(16),
         vae=wan_vae(),
-        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=5.0),
+        scheduler=scheduler or Euler(shift=5.0),
         transformer=wan_transformer(),
         **changes,
     )
 
 
 def ltx():
-    transformer = LTXVideoTransformer3DModel(
+    transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
         num_attention_heads=4,
@@ -334,7 +275,7 @@ def ltx():
         num_layers=2,
         caption_channels=16,
     )
-    vae = AutoencoderKLLTXVideo(
+    vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=8,
         block_out_channels=(8, 8),
         decoder_block_out_channels=(8, 8),
@@ -352,7 +293,7 @@ def ltx():
         decoder_causal=False,
     )
     scheduler = dynamic(base_shift=0.95, max_shift=2.05, shift_terminal=0.1)
-    return LTXPipeline(
+    return diffusers.LTXPipeline(
         scheduler=scheduler,
         vae=vae,
         text_encoder=tiny_t5(16),
@@ -362,13 +303,15 @@ def ltx():
 
 
 def gemma2(width):
-    return Gemma2Model(
-        Gemma2Config(**LANGUAGE, hidden_size=width, head_dim=8, max_position_embeddings=1024)
+    return transformers.Gemma2Model(
+        transformers.Gemma2Config(
+            **LANGUAGE, hidden_size=width, head_dim=8, max_position_embeddings=1024
+        )
     )
 
 
 def lumina2():
-    transformer = Lumina2Transformer2DModel(
+    transformer = diffusers.Lumina2Transformer2DModel(
         sample_size=8,
         patch_size=2,
         in_channels=4,
@@ -382,9 +325,9 @@ def lumina2():
         axes_lens=(64, 32, 32),
         cap_feat_dim=16,
     )
-    return Lumina2Pipeline(
+    return diffusers.Lumina2Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        scheduler=Euler(shift=6.0),
         vae=tiny_vae(),
         text_encoder=gemma2(16),
         tokenizer=tokenizer(512),
@@ -392,7 +335,7 @@ def lumina2():
 
 
 def chroma():
-    transformer = ChromaTransformer2DModel(
+    transformer = diffusers.ChromaTransformer2DModel(
         **BLOCKS,
         in_channels=16,
         joint_attention_dim=24,
@@ -402,7 +345,7 @@ def chroma():
         approximator_layers=1,
     )
     louder(transformer.proj_out, 0.3)
-    return ChromaPipeline(
+    return diffusers.ChromaPipeline(
         scheduler=dynamic(),
         vae=tiny_vae(),
         text_encoder=tiny_t5(24),
@@ -412,7 +355,7 @@ def chroma():
 
 
 def cogview4():
-    transformer = CogView4Transformer2DModel(
+    transformer = diffusers.CogView4Transformer2DModel(
         patch_size=2,
         in_channels=4,
         num_layers=2,
@@ -424,15 +367,17 @@ def cogview4():
         condition_dim=4,
         rope_axes_dim=(32, 32),
     )
-    glm = GlmModel(GlmConfig(**LANGUAGE, hidden_size=16, head_dim=8, pad_token_id=0))
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    glm = transformers.GlmModel(
+        transformers.GlmConfig(**LANGUAGE, hidden_size=16, head_dim=8, pad_token_id=0)
+    )
+    scheduler = Euler(
         use_dynamic_shifting=True,
         base_shift=0.25,
         max_shift=0.75,
         base_image_seq_len=16,
         time_shift_type="linear",
     )
-    return CogView4Pipeline(
+    return diffusers.CogView4Pipeline(
         tokenizer=tokenizer(512),
         text_encoder=glm,
         vae=tiny_vae(),
@@ -442,7 +387,7 @@ def cogview4():
 
 
 def sana(scheduler=None):
-    transformer = SanaTransformer2DModel(
+    transformer = diffusers.SanaTransformer2DModel(
         patch_size=1,
         in_channels=4,
         out_channels=4,
@@ -455,7 +400,7 @@ def sana(scheduler=None):
         caption_channels=16,
         sample_size=8,
     )
-    vae = AutoencoderDC(
+    vae = diffusers.AutoencoderDC(
         in_channels=3,
         latent_channels=4,
         attention_head_dim=2,
@@ -473,12 +418,12 @@ def sana(scheduler=None):
         decoder_act_fns="silu",
         scaling_factor=0.4,
     )
-    return SanaPipeline(
+    return diffusers.SanaPipeline(
         tokenizer=tokenizer(1024),
         text_encoder=gemma2(16),
         vae=vae,
         transformer=transformer,
-        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=scheduler or Euler(shift=3.0),
     )
 
 
@@ -492,8 +437,15 @@ def krea2_tokenizer():
     return made
 
 
+def qwen3_vl(words):
+    rope = rope_of(2, 1, 1)
+    text = {"vocab_size": words, "hidden_size": 16, "head_dim": 8, "rope_parameters": rope}
+    vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
+    return transformers.Qwen3VLConfig(text_config=LANGUAGE | text, vision_config=vision)
+
+
 def krea2():
-    transformer = Krea2Transformer2DModel(
+    transformer = diffusers.Krea2Transformer2DModel(
         in_channels=16,
         num_layers=2,
         attention_head_dim=16,
@@ -511,19 +463,10 @@ def krea2():
         axes_dims_rope=(8, 4, 4),
     )
     words = krea2_tokenizer()
-    rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6}
-    text = {
-        **LANGUAGE,
-        "vocab_size": len(words),
-        "hidden_size": 16,
-        "head_dim": 8,
-        "rope_parameters": rope,
-    }
-    vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
-    return Krea2Pipeline(
+    return diffusers.Krea2Pipeline(
         scheduler=dynamic(),
         vae=qwen_vae(),
-        text_encoder=Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)),
+        text_encoder=transformers.Qwen3VLModel(qwen3_vl(len(words))),
         tokenizer=words,
         transformer=transformer,
         text_encoder_select_layers=(0, 1),
@@ -531,11 +474,11 @@ def krea2():
 
 
 def ovis():
-    transformer = OvisImageTransformer2DModel(
+    transformer = diffusers.OvisImageTransformer2DModel(
         **BLOCKS, in_channels=16, out_channels=16, joint_attention_dim=16, axes_dims_rope=(4, 6, 6)
     )
     louder(transformer.proj_out, 0.3)
-    return OvisImagePipeline(
+    return diffusers.OvisImagePipeline(
         scheduler=dynamic(),
         vae=tiny_vae(),
         text_encoder=qwen3(16, 2, causal=False),
@@ -545,7 +488,7 @@ def ovis():
 
 
 def longcat():
-    transformer = LongCatImageTransformer2DModel(
+    transformer = diffusers.LongCatImageTransformer2DModel(
         **BLOCKS,
         in_channels=64,
         joint_attention_dim=16,
@@ -553,7 +496,7 @@ def longcat():
         axes_dims_rope=[4, 6, 6],
     )
     louder(transformer.proj_out, 0.3)
-    return LongCatImagePipeline(
+    return diffusers.LongCatImagePipeline(
         scheduler=dynamic(),
         vae=tiny_vae(channels=16),
         text_encoder=qwen_vl(16),
@@ -572,7 +515,7 @@ def chatting(before, length=2048):
 
 
 def hunyuan_video():
-    transformer = HunyuanVideoTransformer3DModel(
+    transformer = diffusers.HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
         num_attention_heads=2,
@@ -586,7 +529,7 @@ def hunyuan_video():
         rope_axes_dim=(4, 6, 6),
     )
     louder(transformer.proj_out, 0.3)
-    vae = AutoencoderKLHunyuanVideo(
+    vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,
         down_block_types=("HunyuanVideoDownBlock3D",) * 3,
         up_block_types=("HunyuanVideoUpBlock3D",) * 3,
@@ -600,20 +543,22 @@ def hunyuan_video():
     )
     clip = clip_config(8)
     clip.max_position_embeddings = 77
-    llama = LlamaConfig(**LANGUAGE, hidden_size=16, head_dim=8, max_position_embeddings=1024)
-    return HunyuanVideoPipeline(
-        text_encoder=LlamaModel(llama),
+    llama = transformers.LlamaConfig(
+        **LANGUAGE, hidden_size=16, head_dim=8, max_position_embeddings=1024
+    )
+    return diffusers.HunyuanVideoPipeline(
+        text_encoder=transformers.LlamaModel(llama),
         tokenizer=tokenizer(1024),
         transformer=transformer,
         vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=CLIPTextModel(clip),
+        scheduler=Euler(shift=7.0),
+        text_encoder_2=transformers.CLIPTextModel(clip),
         tokenizer_2=tokenizer(77),
     )
 
 
 def hunyuan_video_15():
-    transformer = HunyuanVideo15Transformer3DModel(
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
         in_channels=9,
         out_channels=4,
         num_attention_heads=2,
@@ -627,24 +572,26 @@ def hunyuan_video_15():
         task_type="t2v",
     )
     louder(transformer.proj_out, 0.3)
-    vae = AutoencoderKLHunyuanVideo15(
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4,
         block_out_channels=(8, 8, 8),
         layers_per_block=1,
         spatial_compression_ratio=4,
         temporal_compression_ratio=2,
     )
-    rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6}
+    rope = rope_of(1, 1, 2)
     text = {**LANGUAGE, "hidden_size": 16, "max_position_embeddings": 2048, "rope_parameters": rope}
-    return HunyuanVideo15Pipeline(
-        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLConfig(text_config=text).text_config),
+    return diffusers.HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(
+            transformers.Qwen2_5_VLConfig(text_config=text).text_config
+        ),
         tokenizer=chatting(108),
         transformer=transformer,
         vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        scheduler=Euler(shift=5.0),
         text_encoder_2=tiny_t5(8),
         tokenizer_2=tokenizer(256),
-        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
     )
 
 
@@ -661,7 +608,7 @@ class TinyVisionProcessor(TinyProcessor):
 
 
 def qwen_image_21():
-    transformer = QwenImage21Transformer2DModel(
+    transformer = diffusers.QwenImage21Transformer2DModel(
         in_channels=4,
         out_channels=4,
         num_layers=2,
@@ -671,16 +618,7 @@ def qwen_image_21():
         axes_dims_rope=(4, 6, 6),
     )
     processor = TinyVisionProcessor()
-    rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6}
-    text = {
-        **LANGUAGE,
-        "vocab_size": len(processor.tokenizer),
-        "hidden_size": 16,
-        "head_dim": 8,
-        "rope_parameters": rope,
-    }
-    vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
-    vae = AutoencoderKLQwenImage21(
+    vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=4,
         decoder_base_dim=4,
         z_dim=4,
@@ -689,11 +627,11 @@ def qwen_image_21():
         latents_mean=[0.1] * 4,
         latents_std=[0.8] * 4,
     )
-    return QwenImage21Pipeline(
+    return diffusers.QwenImage21Pipeline(
         scheduler=dynamic(),
         vae=vae,
-        text_encoder=Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(text_config=text, vision_config=vision)
+        text_encoder=transformers.Qwen3VLForConditionalGeneration(
+            qwen3_vl(len(processor.tokenizer))
         ),
         processor=processor,
         transformer=transformer,
@@ -702,11 +640,11 @@ def qwen_image_21():
 
 def bria():
     """A class that the catalogue does not describe: the example of docs/extending.md."""
-    transformer = BriaTransformer2DModel(
+    transformer = diffusers.BriaTransformer2DModel(
         **BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6]
     )
     louder(transformer.proj_out, 0.3)
-    return BriaPipeline(
+    return diffusers.BriaPipeline(
         scheduler=dynamic(),
         vae=tiny_vae(),
         text_encoder=tiny_t5(16),
@@ -717,7 +655,7 @@ def bria():
 
 def prx():
     """Another one, whose transformer has no methods for adapters in diffusers."""
-    transformer = PRXTransformer2DModel(
+    transformer = diffusers.PRXTransformer2DModel(
         in_channels=4,
         context_in_dim=16,
         hidden_size=16,
@@ -726,9 +664,9 @@ def prx():
         depth=1,
         axes_dim=[4, 4],
     )
-    return PRXPipeline(
+    return diffusers.PRXPipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=Euler(shift=3.0),
         text_encoder=gemma2(16),
         tokenizer=tokenizer(24),
         vae=tiny_vae(),
@@ -743,7 +681,7 @@ MAKERS = {
     "ZImagePipeline": z_image,
     "FluxKontextPipeline": kontext,
     "QwenImageEditPipeline": qwen_edit,
-    "QwenImageEditPlusPipeline": lambda: qwen_edit(QwenImageEditPlusPipeline),
+    "QwenImageEditPlusPipeline": lambda: qwen_edit(diffusers.QwenImageEditPlusPipeline),
     "WanPipeline": wan,
     "LTXPipeline": ltx,
     "Lumina2Pipeline": lumina2,
