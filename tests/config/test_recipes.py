@@ -144,7 +144,7 @@ def test_flow_grpos_recipe_is_its_pickscore_config():
     assert config.rewards["pickscore"].weight == pytest.approx(1 / 26, abs=5e-7)  # six digits
 
 
-PAGE = (ROOT / "docs/recipes.md").read_text("utf-8")
+PAGE = (ROOT / "studies/published.md").read_text("utf-8")
 ROWS = re.findall(r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|", PAGE, flags=re.MULTILINE)
 """(algorithm, recipe, overrides) of the table of published values over the nearest recipe, and of
 the command below it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Source:
     """`files` are paths in the repository, with the lines of their functions at `commit`, or their
     names where no clone was at hand; `beside` is the test of this repository that holds the
-    restatement, or the function of tools/beside_published.py."""
+    restatement, or the tool that runs both."""
 
     repository: str
     commit: str
@@ -16,18 +16,12 @@ class Source:
     beside: str
 
 
-HERE, TESTS, TOOL = "tests/published", "tests/algorithms", "tools/beside_published.py"
+HERE, TESTS = "tests/published", "tests/algorithms"
 SOURCES = {
-    "G²RPO, HPS": Source(
+    "G²RPO": Source(
         "bcmi/Granular-GRPO",
         "ef6ec9f",
         {"fastvideo/train_g2rpo_hps.py": "train_one_step"},
-        f"{HERE}/test_g2rpo.py",
-    ),
-    "G²RPO, HPS + CLIP": Source(
-        "bcmi/Granular-GRPO",
-        "cae0961",
-        {"fastvideo/train_g2rpo_hps_clip.py": "train_one_step"},
         f"{HERE}/test_g2rpo.py",
     ),
     "Pave-GRPO": Source(
@@ -101,7 +95,10 @@ SOURCES = {
         f"{TESTS}/test_flow_dppo.py",
     ),
     "Flow-DPO": Source(
-        "yifan123/flow_grpo", "ac4c86e", {"scripts/train_sd3_dpo.py": "924-939"}, TOOL
+        "yifan123/flow_grpo",
+        "ac4c86e",
+        {"scripts/train_sd3_dpo.py": "924-939"},
+        "tools/beside_published.py",
     ),
 }
 

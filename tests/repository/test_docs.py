@@ -355,7 +355,7 @@ def test_published_code_has_the_table_and_the_commits_of_its_one_source():
     ran = (ROOT / "studies/published.md").read_text(encoding="utf-8")
     for name, source in SOURCES.items():
         assert (ROOT / source.beside).is_file()
-        row = re.search(rf"^\| {re.escape(name)} \| (\S+) (\w+), ", ran, re.MULTILINE)
+        row = re.search(rf"^\| {re.escape(name)} \| (\S+/\S+) (\w+), ", ran, re.MULTILINE)
         if row:
             assert row.groups() == (source.repository, source.commit), name
         else:  # G2RPO's own, of which the page has a part
