@@ -33,10 +33,8 @@ def test_weights_are_small_safetensors_and_the_cards_carry_their_figures():
         (testbed.assets_dir(), "base accuracy, heldout prompts", 0.25, 0.75),
         (testbed.assets_dir() / "words", "right words, base", 0.25, 0.45),
     ):
-        figures, card = (
-            json.loads((folder / "figures.json").read_text()),
-            (folder / "README.md").read_text(),
-        )
+        figures = json.loads((folder / "figures.json").read_text())
+        card = (folder / "README.md").read_text()
         assert all(f"| {name} | {value:.4g} |" in card for name, value in figures.items())
         assert least <= figures[key] <= most
 
@@ -46,17 +44,12 @@ def test_the_pipeline_draws_scenes():
 
     pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir(), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    settings = {
-        "height": 64,
-        "width": 64,
-        "num_inference_steps": 10,
-        "guidance_scale": 3.5,
-        "max_sequence_length": 16,
-    }
 
     def draw(prompts):
-        generator = torch.Generator().manual_seed(0)
-        return pipe(list(prompts), **settings, generator=generator, output_type="pt").images
+        return pipe(
+            list(prompts), height=64, width=64, num_inference_steps=10, guidance_scale=3.5,
+            max_sequence_length=16, generator=torch.Generator().manual_seed(0), output_type="pt",
+        ).images  # fmt: skip
 
     images = draw(PROMPTS)
     assert images.shape == (len(PROMPTS), 3, 64, 64)
@@ -71,16 +64,13 @@ def test_the_pipeline_draws_scenes():
 def test_a_learned_reward_prefers_the_right_prompt(reward):
     score = reward()
     right = score(drawings(), PROMPTS)
-    assert right.shape == (64,)
-    assert right.dtype == torch.float32
+    assert right.shape == (64,) and right.dtype == torch.float32
     rng = np.random.default_rng(0)
     wins = {}
     for i, prompt in enumerate(PROMPTS):
         wrong = list(edits(parse(prompt)))
         chosen = [wrong[k] for k in rng.integers(len(wrong), size=8)]
-        scores = score(
-            drawings()[i].expand(8, -1, -1, -1), [render_prompt(scene) for scene in chosen]
-        )
+        scores = score(drawings()[i].expand(8, -1, -1, -1), [*map(render_prompt, chosen)])
         for scene, value in zip(chosen, scores, strict=True):
             wins.setdefault(attribute(parse(prompt), scene), []).append(bool(right[i] > value))
     # see SceneCLIP: it hardly sees relations, and no test should pretend that it does

@@ -36,10 +36,8 @@ def test_prompts_are_words_and_held_out_ones_are_in_no_other_list():
         [parse_word(prompt) for prompt in word_prompts(split)] for split in ("train", "heldout")
     )
     assert (len(train), len(heldout)) == (2000, 262)
-    assert [str(word) for word in (*train, *heldout)] == [
-        *word_prompts("train"),
-        *word_prompts("heldout"),
-    ]
+    for words, split in ((train, "train"), (heldout, "heldout")):
+        assert tuple(map(str, words)) == tuple(word_prompts(split))
     assert {word.letters for word in heldout} == heldout_words() and "tiger" in heldout_words()
     assert not {word.letters for word in train} & heldout_words()
     assert set("".join(word.letters for word in train)) == set(LETTERS)
@@ -48,24 +46,21 @@ def test_prompts_are_words_and_held_out_ones_are_in_no_other_list():
     assert len(max(map(str, (*train, *heldout)), key=len)) <= 18
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "'tiger'",
-        "'Tiger' in red",
-        "'ab' in red",
-        "'tigress' in red",
-        "'tiger' in pink",
-        "tiger in red",
-    ],
-)
+OTHER = """
+'tiger'
+'Tiger' in red
+'ab' in red
+'tigress' in red
+'tiger' in pink
+tiger in red
+"""
+JUDGES = [WordColour(), WordPaper(), WordDrawing(), WordLetters()]
+
+
+@pytest.mark.parametrize("prompt", OTHER.strip().splitlines())
 def test_other_prompts_have_no_word_and_no_score(prompt):
     assert parse_word(prompt) is None
-    scores = [
-        judge()(picture(TIGER)[None], [prompt])
-        for judge in (WordColour, WordPaper, WordDrawing, WordLetters)
-    ]
-    assert all(score.isnan().all() for score in scores)
+    assert all(judge(picture(TIGER)[None], [prompt]).isnan().all() for judge in JUDGES)
 
 
 CLOSE = rounding(30)
@@ -76,24 +71,18 @@ def test_judges_of_clean_drawings():
         Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in INK_COLOURS
     ]
     images, texts = torch.stack([picture(word) for word in words]), [str(word) for word in words]
-    assert WordColour()(images, texts).sub(1).abs().max() <= CLOSE["rtol"]
-    assert WordPaper()(images, texts).eq(1).all()
-    assert WordLetters()(images, texts).eq(1).all()
-    assert WordDrawing()(images, texts).eq(60).all()
+    colour, *others = (judge(images, texts) for judge in JUDGES)
+    assert colour.sub(1).abs().max() <= CLOSE["rtol"]
+    for scores, best in zip(others, (1, 60, 1), strict=True):
+        assert scores.eq(best).all()
 
 
 def test_judges_see_what_is_wrong():
     asked = str(TIGER)
     noise = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
     clean, speckled = picture(TIGER), (picture(TIGER) + 0.15 * noise).clamp(0, 1)
-    images = torch.stack(
-        [
-            picture(Word("tiger", "blue")),
-            picture(Word("tigor", "red")),
-            picture(Word("tigers", "red")),
-            speckled,
-        ]
-    )
+    others = [Word("tiger", "blue"), Word("tigor", "red"), Word("tigers", "red")]
+    images = torch.stack([*map(picture, others), speckled])
     colours = WordColour()(images, [asked] * 4)
     assert (
         colours[0] < 0.2 and colours[1:3].tolist() == near([1, 1], CLOSE) and 0.95 < colours[3] < 1
@@ -143,10 +132,7 @@ def test_the_pipeline_writes_words():
     assert not pipe.transformer.config.guidance_embeds
     letters = WordLetters()(images, texts).mean()
     assert 0.6 <= letters <= 0.95  # misspelt, but not at random
-    assert (
-        WordLetters()(
-            images, [str(Word(parse_word(a).letters[::-1], parse_word(a).colour)) for a in texts]
-        ).mean()
-        < 0.4
-    )
+    asked = map(parse_word, texts)
+    backwards = [str(Word(word.letters[::-1], word.colour)) for word in asked]
+    assert WordLetters()(images, backwards).mean() < 0.4
     assert WordColour()(images, texts).mean() >= 0.9 and WordPaper()(images, texts).mean() >= 0.9

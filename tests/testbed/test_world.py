@@ -1,5 +1,6 @@
 """The world's language, drawings, detector and verifiable reward: nothing here needs weights."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -20,6 +21,7 @@ from g2rpo.data.testbed.scenes import (
     sample_scene,
     scene_prompts,
 )
+from tests.support.tables import rows
 from tests.support.tolerances import near, rounding
 from tools.testbed.drawings import attribute, edits, render
 
@@ -49,15 +51,15 @@ def test_a_prompt_reads_as_expected():
     assert scene == Scene((Group(2, "red", "circle", "small"), Group(1, "blue", "star")), "left of")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "complaint"),
-    [
-        ("a red dog", "dog"),
-        ("four red circles", "number"),
-        ("three red circles above three blue stars", "4"),
-        ("a red circle above a red circle", "differ"),
-    ],
-)
+BAD = """
+a red dog -> dog
+four red circles -> number
+three red circles above three blue stars -> 4
+a red circle above a red circle -> differ
+"""
+
+
+@pytest.mark.parametrize(("prompt", "complaint"), rows(BAD))
 def test_a_bad_prompt_is_refused_with_a_reason(prompt, complaint):
     with pytest.raises(ValueError, match=complaint):
         parse(prompt)
@@ -87,11 +89,8 @@ def test_the_detector_is_right_about_drawings():
 def test_the_detector_finds_every_object_where_it_is():
     objects = [Object(14, 18, 5.5, "red", "star"), Object(44, 40, 9, "yellow", "square")]
     found = detect(image_of(draw_scene(objects, np.random.default_rng(0))))
-    assert [(f.colour, f.shape, f.size) for f in found] == [
-        ("red", "star", "small"),
-        ("yellow", "square", "large"),
-    ]
-    for f, o in zip(found, objects, strict=True):
+    for f, o, size in zip(found, objects, ("small", "large"), strict=True):
+        assert (f.colour, f.shape, f.size) == (o.colour, o.shape, size)
         assert (f.x, f.y, f.radius) == pytest.approx((o.x, o.y, o.radius), abs=0.6)
 
 
@@ -118,47 +117,40 @@ def score(prompt, objects, *, partial=1):
     return SceneAccuracy(partial=partial)(image[None], [prompt]).item()
 
 
+STAR, CIRCLE = Object(30, 46, 9, "blue", "star"), Object(14, 12, 6, "red", "circle")
+
+
 def test_partial_credit_grows_with_what_is_right():
     prompt = "two red circles above a blue star"
-    circles = [Object(14, 12, 6, "red", "circle"), Object(40, 12, 6, "red", "circle")]
-    star = Object(30, 46, 9, "blue", "star")
-    nothing = score(prompt, [])
-    one = score(prompt, [star])
-    two = score(prompt, [star, circles[0]])
-    full = score(prompt, [star, *circles])
+    right = [STAR, CIRCLE, Object(40, 12, 6, "red", "circle")]
+    nothing, one, two, full = (score(prompt, right[:count]) for count in range(4))
     assert 0 == nothing < one < two < full == 1
-    assert score(prompt, [star, *circles, Object(10, 46, 5, "green", "square")]) < 1
-    assert score(prompt, [star, *circles, Object(12, 46, 5, "red", "circle")]) < 1
-    upside_down = [
-        Object(30, 12, 9, "blue", "star"),
-        *(Object(o.x, 46, 6, "red", "circle") for o in circles),
-    ]
+    for more in ((10, 46, 5, "green", "square"), (12, 46, 5, "red", "circle")):
+        assert score(prompt, [*right, Object(*more)]) < 1
+    upside_down = [replace(each, y=58 - each.y) for each in right]
     assert one < score(prompt, upside_down) < 1
 
 
 def test_strict_accuracy_is_all_or_nothing():
-    star, circle = Object(30, 46, 9, "blue", "star"), Object(14, 12, 6, "red", "circle")
-    assert score("a red circle above a blue star", [star, circle], partial=0) == 1
-    assert score("a red circle below a blue star", [star, circle], partial=0) == 0
-    assert score("a small red circle above a large blue star", [star, circle], partial=0) == 1
-    assert score("a large red circle above a blue star", [star, circle], partial=0) == 0
+    for asked in ("red circle above a", "small red circle above a large"):
+        assert score(f"a {asked} blue star", [STAR, CIRCLE], partial=0) == 1
+    for asked in ("red circle below a", "large red circle above a"):
+        assert score(f"a {asked} blue star", [STAR, CIRCLE], partial=0) == 0
 
 
 def test_partial_credit_may_be_a_share_of_the_score():
-    prompt, star = "a red circle above a blue star", Object(30, 46, 9, "blue", "star")
+    prompt = "a red circle above a blue star"
     # strictly wrong: 0
-    quarter = 0.25 * score(prompt, [star], partial=1)
-    assert score(prompt, [star], partial=0.25) == near(quarter, rounding(4))
-    assert score(prompt, [Object(14, 12, 6, "red", "circle"), star], partial=0.25) == 1
+    quarter = 0.25 * score(prompt, [STAR], partial=1)
+    assert score(prompt, [STAR], partial=0.25) == near(quarter, rounding(4))
+    assert score(prompt, [CIRCLE, STAR], partial=0.25) == 1
     with pytest.raises(ValueError, match="share between 0 and 1"):
         SceneAccuracy(partial=2)
 
 
 def test_accuracy_gives_no_score_where_the_prompt_means_nothing():
     scores = SceneAccuracy()(torch.ones(2, 3, 64, 64), ["a cat", "a red circle"])
-    assert scores.dtype == torch.float32
-    assert scores[0].isnan()
-    assert scores[1] == 0
+    assert scores.dtype == torch.float32 and scores[0].isnan() and scores[1] == 0
 
 
 @pytest.mark.parametrize(
