@@ -279,20 +279,17 @@ def a_socket(path):
 
 
 OPENED = {
-    "list.txt": read_prompts,
-    "list.csv": read_prompts,
-    "list.jsonl": read_prompts,
-    "list.parquet": read_prompts,
+    **dict.fromkeys(("list.txt", "list.csv", "list.jsonl", "list.parquet"), read_prompts),
     "recipe.yaml": lambda path: load_config(str(path), []),
     "adapter.safetensors": read_adapter,
-    "weights.safetensors": read_state_dict,
-    "weights.pt": read_state_dict,
+    **dict.fromkeys(("weights.safetensors", "weights.pt"), read_state_dict),
     "baseline.safetensors": lambda path: load_evaluation(path, ["a"], ["bright"]),
     "code.py": lambda path: [plugins.allow(str(path)), load_function(f"{path}:it")],
-    "metrics.jsonl": lambda path: read_log(path),
-    "iteration_000001/weights.safetensors": lambda path: latest_checkpoint(path.parents[1]),
-    "iteration_000001/state.pt": lambda path: latest_checkpoint(path.parents[1]),
-    "iteration_000001/manifest.json": lambda path: latest_checkpoint(path.parents[1]),
+    "metrics.jsonl": read_log,
+    **{
+        f"iteration_000001/{name}": lambda path: latest_checkpoint(path.parents[1])
+        for name in ("weights.safetensors", "state.pt", "manifest.json")
+    },
     "transformer/model.safetensors": lambda path: refuse(missing_parts(path.parents[1])),
 }
 """How what is at a path from outside is read."""

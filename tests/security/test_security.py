@@ -68,6 +68,16 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
+def marking(mark):
+    """Source that leaves a file behind."""
+    return f"open({str(mark)!r}, 'w')\n"
+
+
+def changed(file, **values):
+    """Sets values of a file of JSON."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
 def newest(run):
     return checkpoints(run / "checkpoints")[-1]
 
@@ -76,18 +86,15 @@ def forged(path, **files):
     """Replaces files of a checkpoint, and its manifest so that every digest is right."""
     for name, write in files.items():
         write(next(path.glob(f"{name}.*")))
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: _digest(path / name) for name in manifest["files"]}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    held = json.loads((path / "manifest.json").read_text())["files"]
+    changed(path / "manifest.json", files={name: _digest(path / name) for name in held})
 
 
 def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(run, tmp_path):
     forged(newest(run), state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
     _, complaint = fallen_back(run)
-    assert (
-        "iteration_000004: is no checkpoint (UnpicklingError" in complaint
-        and not (tmp_path / "mark").exists()
-    )
+    assert "iteration_000004: is no checkpoint (UnpicklingError" in complaint
+    assert not (tmp_path / "mark").exists()
 
 
 MANIFESTS = """
@@ -169,7 +176,7 @@ def clip(folder, payload):
 
 def dataset(folder, payload):
     (folder / "data").mkdir()
-    (folder / "data" / "data.py").write_text(f"open({str(payload.mark)!r}, 'w')\n")
+    (folder / "data" / "data.py").write_text(marking(payload.mark))
     return lambda: read_prompts(f"hf:{folder / 'data'}")
 
 
@@ -220,13 +227,8 @@ def test_a_file_of_weights_holds_tensors_or_is_refused(weight_files, data, suffi
 def test_a_pipeline_that_names_a_module_of_its_own_runs_nothing(tmp_path, monkeypatch, inside):
     pipe = save_flux(tmp_path / "pipe")
     place = pipe / "transformer" if inside else tmp_path
-    (place / "evil_part.py").write_text(
-        f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Part: pass\n"
-    )
-    index = json.loads((pipe / "model_index.json").read_text())
-    (pipe / "model_index.json").write_text(
-        json.dumps({**index, "transformer": ["evil_part", "Part"]})
-    )
+    (place / "evil_part.py").write_text(f"{marking(tmp_path / 'mark')}class Part: pass\n")
+    changed(pipe / "model_index.json", transformer=["evil_part", "Part"])
     monkeypatch.syspath_prepend(str(tmp_path))
     policy = PolicyConfig(path=str(pipe), height=32, width=32)
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -251,8 +253,7 @@ def users_of_kernels(request, tmp_path):
         entry = RewardConfig(kind="clip_score", options={"path": str(tmp_path)})
         return [lambda: build_rewards({"it": entry}), lambda: cost_of_reward(entry, "cpu")]
     pipe = save_flux(tmp_path / "pipe")
-    file = pipe / where / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **KERNELS}))
+    changed(pipe / where / "config.json", **KERNELS)
     policy = PolicyConfig(path=str(pipe), height=32, width=32)
     return [lambda: build_policy(policy), lambda: on_meta(read_blueprint(policy).parts[where])]
 
@@ -355,22 +356,22 @@ def answering(make):
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "endpoint.token={}",
-        "endpoint.api_key={}",
-        "endpoint={{Authorization: {}}}",
-        "endpoint.token_env={}",
-        "headers.Authorization=Bearer {}",
-        "request.extra_headers.X-Api-Key={}",
-        "request.password={}",
-        "token={}",
-        "url='http://me:{}@127.0.0.1:9/v1'",
-        "url='http://127.0.0.1:9/v1?api_key={}'",
-        "url=http://127.0.0.1:9/sk-proj-{}/v1",
-    ],
-)
+TOKENS = """
+endpoint.token={}
+endpoint.api_key={}
+endpoint={{Authorization: {}}}
+endpoint.token_env={}
+headers.Authorization=Bearer {}
+request.extra_headers.X-Api-Key={}
+request.password={}
+token={}
+url='http://me:{}@127.0.0.1:9/v1'
+url='http://127.0.0.1:9/v1?api_key={}'
+url=http://127.0.0.1:9/sk-proj-{}/v1
+"""
+
+
+@pytest.mark.parametrize("setting", TOKENS.strip().splitlines())
 def test_a_token_in_a_setting_is_refused_and_not_repeated(tmp_path, capsys, caplog, setting):
     """Before anything is written: it would stand in config.yaml."""
     judge = "{kind: vlm_judge, options: {url: 'http://127.0.0.1:9/v1', model: m}}"
