@@ -1,10 +1,13 @@
 """Pairs from the files that people have, and what is refused."""
 
 import base64
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -12,6 +15,7 @@ from g2rpo.core import images
 from g2rpo.core.errors import UserError
 from g2rpo.data.pairs import read_pairs
 from tests.support.runs import picture
+from tests.support.tables import rows
 
 COLOURS = {"p.png": (200, 0, 0), "q.png": (0, 200, 0), "r.png": (0, 0, 200)}
 
@@ -32,9 +36,9 @@ def content(name):
     return base64.b64encode(Path(name).read_bytes()).decode()
 
 
-def written(rows, name="pairs.jsonl"):
-    rows = rows if isinstance(rows, list) else [rows]
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+def written(given, name="pairs.jsonl"):
+    given = given if isinstance(given, list) else [given]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in given))
     return name
 
 
@@ -49,10 +53,20 @@ def seen(compared):
 PAIR = [("a cat", [COLOURS["p.png"], COLOURS["q.png"]], 1)]
 
 
-def parquet(rows, name):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.Table.from_pylist(rows), name)
+def parquet(given, name="a.parquet"):
+    pq.write_table(pyarrow.Table.from_pylist(given), name)
     return name
+
+
+def pair(chosen="p.png", rejected="q.png", **more):
+    return {"prompt": "a cat", "chosen": chosen, "rejected": rejected, **more}
+
+
+def described(name, colour=(0, 0, 0), prompt="a cat", **how):
+    """A picture in a folder of a side, with its prompt beside it."""
+    Path(name).parent.mkdir(exist_ok=True)
+    picture(name, colour, **how)
+    Path(name).with_suffix(".txt").write_text(prompt)
 
 
 def pick_a_pic(first, labels, value):
@@ -63,17 +77,16 @@ def pick_a_pic(first, labels, value):
 
 def with_large_cells(name, between):
     """A table with pictures as base64 of more characters than csv takes in a cell by default."""
-    rest = bytes(100_000)  # after a PNG's end nothing is read
-    cells = [base64.b64encode(Path(one).read_bytes() + rest).decode() for one in ("p.png", "q.png")]
-    Path(name).write_text(
-        f"prompt{between}chosen{between}rejected\na cat{between}{between.join(cells)}\n"
-    )
+    for one in ("p.png", "q.png"):
+        Path(one).write_bytes(Path(one).read_bytes() + bytes(100_000))  # after its end: not read
+    cells = pair(content("p.png"), content("q.png"))
+    Path(name).write_text(f"{between.join(cells)}\n{between.join(cells.values())}\n")
     return name
 
 
 READ = {
-    "own": lambda: written({"prompt": "a cat", "chosen": "p.png", "rejected": "q.png"}),
-    "json": lambda: written({"Prompt": "a cat", "Chosen": "p.png", "Rejected": "q.png"}, "a.json"),
+    "own": lambda: written(pair()),
+    "json": lambda: written({key.title(): value for key, value in pair().items()}, "a.json"),
     "csv": lambda: (
         Path("a.csv").write_text("prompt;chosen;rejected\na cat;p.png;q.png\n") and "a.csv"
     ),
@@ -83,17 +96,10 @@ READ = {
         [pick_a_pic(True, (1, 0), content), pick_a_pic(True, (0.5, 0.5), content)]
     ),
     "pick-a-pic, parquet": lambda: parquet(
-        [pick_a_pic(False, (0.0, 1.0), lambda name: Path(name).read_bytes())], "a.parquet"
+        [pick_a_pic(False, (0.0, 1.0), lambda name: Path(name).read_bytes())]
     ),
     "datasets": lambda: parquet(
-        [
-            {"prompt": "a cat"}
-            | {
-                key: {"bytes": Path(name).read_bytes(), "path": None}
-                for key, name in (("chosen", "p.png"), ("rejected", "q.png"))
-            }
-        ],
-        "a.parquet",
+        [pair(*({"bytes": Path(name).read_bytes(), "path": None} for name in ("p.png", "q.png")))]
     ),
     "hpdv2": lambda: written(
         {"prompt": "a cat", "image_path": ["q.png", "p.png"], "human_preference": [0, 1]}
@@ -120,14 +126,9 @@ def test_hpdv2s_folder_beside_its_file_and_three_ranks(folder):
         Path(name).rename(f"test/{name}")
     row = {"prompt": "a cat", "image_path": list(COLOURS), "rank": [2, 0, 1]}
     found = read_pairs(written(row, "test.json"))
-    best, middle, last = (COLOURS[name] for name in ("q.png", "r.png", "p.png"))
-    assert sorted(colours for _, colours, _ in seen(found)) == sorted(
-        [[best, middle], [best, last], [middle, last]]
-    )
-
-
-def pair(chosen="p.png", rejected="q.png", **more):
-    return {"prompt": "a cat", "chosen": chosen, "rejected": rejected, **more}
+    from_best = [COLOURS[name] for name in ("q.png", "r.png", "p.png")]
+    expected = sorted(map(list, itertools.combinations(from_best, 2)))
+    assert sorted(colours for _, colours, _ in seen(found)) == expected
 
 
 REFUSED = [
@@ -153,31 +154,31 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "words"), REFUSED)
-def test_what_cannot_be_learnt_from_is_refused(folder, rows, words):
+@pytest.mark.parametrize(("given", "words"), REFUSED)
+def test_what_cannot_be_learnt_from_is_refused(folder, given, words):
     with pytest.raises(UserError) as refusal:
-        read_pairs(written(rows))
+        read_pairs(written(given))
     assert words in str(refusal.value) and "pairs.jsonl" in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("none.jsonl", "there is no such file or folder"),
-        ("p.png", ".png is not read"),
-        (".", "is a folder without good/ and bad/"),
-    ],
-)
+SOURCES = """
+none.jsonl -> there is no such file or folder
+p.png -> .png is not read
+. -> is a folder without good/ and bad/
+"""
+
+
+@pytest.mark.parametrize(("name", "words"), rows(SOURCES))
 def test_sources_of_no_known_kind_are_refused(folder, name, words):
-    with pytest.raises(UserError, match=words.replace("/", ".")):
+    with pytest.raises(UserError, match=words):
         read_pairs(name)
 
 
 def test_of_a_folder_of_splits_that_of_training_is_read_without_other_pictures(folder):
     """The picture of another column, which `datasets` stores as a mapping, is no metadata."""
-    bytes_of = {name: Path(name).read_bytes() for name in COLOURS}
-    own = {"prompt": "a cat", "chosen": bytes_of["p.png"], "rejected": bytes_of["q.png"]}
-    more = {"mask": {"bytes": bytes_of["r.png"], "path": "r.png"}, "seeds": [1, 2]}
+    chosen, rejected, other = (Path(name).read_bytes() for name in COLOURS)
+    own = pair(chosen, rejected)
+    more = {"mask": {"bytes": other, "path": "r.png"}, "seeds": [1, 2]}
     Path("set/data").mkdir(parents=True)
     parquet([own | more], "set/data/train-00000-of-00001.parquet")
     parquet([own | {"prompt": "a dog"}], "set/data/test-00000-of-00001.parquet")
@@ -187,14 +188,9 @@ def test_of_a_folder_of_splits_that_of_training_is_read_without_other_pictures(f
 
 @pytest.mark.parametrize("name", ["p.BMP", "p.Gif", "p.tif", "p.avif"])
 def test_a_picture_in_a_folder_that_is_of_no_known_kind_is_named(folder, name):
-    Path("good").mkdir()
-    Image.new("RGB", (4, 4)).save(f"good/{name}", "BMP")
-    Path(f"good/{name}").with_suffix(".txt").write_text("a cat")
-    Path("p.png").rename("good/q.png")
-    Path("good/q.txt").write_text("a cat")
-    Path("bad").mkdir()
-    Path("r.png").rename("bad/r.png")
-    Path("bad/r.txt").write_text("a cat")
+    described(f"good/{name}", format="BMP")
+    for other in ("good/q.png", "bad/r.png"):
+        described(other, COLOURS[other[-5:]])
     with pytest.raises(UserError, match=f"{name}: cannot be read as PNG"):
         read_pairs(folder)
 
@@ -203,10 +199,8 @@ def test_good_pictures_are_compared_with_the_bad_ones_of_their_prompt_and_the_re
     """Two prompts have both; of a third there is a good one alone, and a bad one has no prompt."""
     at = {"good": "a b c", "bad": "a b"}
     for side, prompts in at.items():
-        Path(side).mkdir()
         for number, prompt in enumerate(prompts.split()):
-            picture(f"{side}/{prompt}.png", (number, len(side), 0))
-            Path(f"{side}/{prompt}.txt").write_text(prompt)
+            described(f"{side}/{prompt}.png", (number, len(side), 0), prompt)
     picture("bad/none.png", (9, 9, 9))
     found = {one.prompt: [Path(path).stem for path in one.pictures] for one in read_pairs(folder)}
     assert found == {"a": ["a", "a"], "b": ["b", "b"], "": ["c", "none"]}

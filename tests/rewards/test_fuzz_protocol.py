@@ -26,10 +26,6 @@ PNG = encode_png(to_pil(to_uint8(noise(1, 8, 8)))[0])
 BODY = json.dumps(
     {"images": [PNG, PNG], "prompts": ["a", "b"], "inputs": [PNG], "inputs_of": [[], [0]]}
 )
-REQUEST = (
-    b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    + f"Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
-)
 ANSWER = b'HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{"scores": [0.5, null]}'
 SNIPPETS = (
     b"[" * 2000,

@@ -1,7 +1,6 @@
 """Rewards of latents, for which nothing is decoded, and rewards with state, in checkpoints and the
 same on all ranks."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,7 @@ from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, finished, groups_of, trainer
 from tests.support.tolerances import reordered, rounding
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "plugin" / "g2rpo_example"
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TEXTURE = f"{Path(__file__).parents[2]}/examples/plugin/g2rpo_example/texture.py:texture"
 
 
 class Undecodable(GaussianPolicy):
@@ -76,13 +68,13 @@ def test_latents_and_pictures_are_scored_beside_each_other(batch):
 def test_a_reward_without_what_it_scores_is_named():
     with pytest.raises(UserError, match="reward 'low' scores latents"):
         score({"low": energy}, torch.zeros(2, 3, 4, 4), ["a", "b"])
-    plugins.allow(f"{EXAMPLES}/texture.py")
+    plugins.allow(TEXTURE.removesuffix(":texture"))
     with pytest.raises(UserError, match="rewards.low.frames"):
-        build_rewards({"low": RewardConfig(kind=f"{EXAMPLES}/texture.py:texture", frames=Frames())})
+        build_rewards({"low": RewardConfig(kind=TEXTURE, frames=Frames())})
 
 
 def test_the_example_of_latents_is_smaller_for_smoother_ones():
-    texture = FunctionReward(example("texture").texture)
+    texture = FunctionReward(TEXTURE)
     ramp = torch.linspace(0, 1, 8).expand(2, 4, 8, 8) * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)
     smooth = texture(ramp, ["a", "b"])
     # squares of differences of numbers up to 2
@@ -227,9 +219,10 @@ def test_few_scores_close_together_are_told_of_at_the_first_iteration():
     """20.9 in bfloat16 has steps of .125. Scores that are few by nature, as right or wrong, 1 to 5
     or a share of letters, are no such."""
     levels = torch.linspace(0, 1, 6).repeat(2)[None, None, None]  # of a group of 12
+    exact = 20.9 + torch.linspace(0, 0.3, 12)[None, None, None]
     kinds = {
-        "exact": 20.9 + torch.linspace(0, 0.3, 12)[None, None, None],
-        "rounded": (20.9 + torch.linspace(0, 0.3, 12)).bfloat16().float()[None, None, None],
+        "exact": exact,
+        "rounded": exact.bfloat16().float(),
         "right": levels.round(),
         "stars": (4 * levels).round() + 1,
     }
