@@ -380,7 +380,7 @@ MUTATIONS = [
         "self._shuffle(0)",
         "tests/prompts/test_prompts.py",
     ),
-    Mutation("train/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
+    Mutation("train/updater.py", "max(1, members_that_count)", "max(1, len(counts))", TRAINER),
     Mutation("core/statistics.py", "rest / (count - 2)", "rest / (count - 1)", STATISTICS),
     Mutation(
         "core/statistics.py", "half_width(error, count - 1)", "half_width(error, count)", STATISTICS

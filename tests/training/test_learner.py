@@ -33,7 +33,7 @@ def learner(keep_old=False, **options):
 )
 def test_the_rate_rises_linearly_and_falls_as_a_cosine(options, expected):
     own = learner(**options)
-    rates = [own.set_rate(iteration, len(expected)) for iteration in range(len(expected))]
+    rates = [own.set_scheduled_rate(iteration, len(expected)) for iteration in range(len(expected))]
     assert rates == pytest.approx(expected)
     assert own.optimizer.param_groups[0]["lr"] == rates[-1]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from g2rpo.train.rows import diagnose, reward_metrics
+from g2rpo.train.rows import noise_metrics, reward_metrics
 from tests.support.runs import trainer
 from tests.support.tolerances import near, rounding
 
@@ -23,7 +23,7 @@ def test_diagnose_by_hand():
         ]
     )
     advantages = torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.5, 0.0]])
-    row = diagnose([0, 0, 3], [[2, 1]] * 3, ["r"], rewards, advantages)
+    row = noise_metrics([0, 0, 3], [[2, 1]] * 3, ["r"], rewards, advantages)
     root = math.sqrt(2)
     expected = {
         "step/0/spread/r": 1.5 * root,
@@ -41,7 +41,7 @@ def test_diagnose_by_hand():
 
 def test_agreement_of_three_tails_is_over_pairs_and_against_the_finest():
     up, down = [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]
-    row = diagnose([5], [[1, 2, 3]], ["r"], torch.tensor([[[up, up, down]]]), torch.ones(1, 3))
+    row = noise_metrics([5], [[1, 2, 3]], ["r"], torch.tensor([[[up, up, down]]]), torch.ones(1, 3))
     found = {name: value for name, value in row.items() if name.endswith("agreement")}
     assert found == pytest.approx(
         {

@@ -91,7 +91,7 @@ class OptimConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     decay: Literal["constant", "cosine"] = "constant"
-    """The schedule after the warm-up; "cosine" falls towards zero."""
+    """Times the warm-up; "cosine" falls from 1 towards 0 over all iterations."""
     ema_decay: Share = 0.0
     """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
     ema_every: Count | None = None
@@ -254,7 +254,7 @@ MAY_CHANGE = (
     "prompts.cache",
     "trackers",
     "recipe",
-    "alarms",  # none has an action of its own
+    "alarms",  # this key itself differs when one table is empty
     "alarms.action",
     *(f"alarms.{name}" for name in get_args(Alarm)),
 )

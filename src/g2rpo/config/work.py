@@ -34,7 +34,7 @@ def work_of_run(config: Config) -> int:
 
 
 def work_in_pictures(config: Config) -> float:
-    """The same in evaluations of the size that is judged."""
+    """`work_of_run` in evaluations of judged pictures."""
     trained, judged = (policy.height * policy.width for policy in (config.policy, config.judged))
     return work_of_run(config) * trained / judged
 

@@ -36,8 +36,8 @@ _REASON = "g2rpo/reason"
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is collective: all ranks must call it, in the
-    same order."""
+    """This process among `size` ranks. Methods that exchange data are collective: all ranks must
+    call them, in the same order."""
 
     rank: int = 0
     size: int = 1

@@ -66,7 +66,7 @@ def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> 
     """One Euler step of dx = v dsigma. x, velocity [B, ...]; sigmas [B] or scalar.
 
     A step to `sigma_next` = 0 is the prediction of the image, x - sigma * v. If the velocity is
-    narrower than x, so is the product (`data.times`).
+    narrower than x, so is the product (`noise.times`).
     """
     dsigma = sigma_next - sigma
     narrow = dsigma.to(velocity.dtype).to(
@@ -82,7 +82,7 @@ def sde_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: 
     dx = (v - g^2 / 2 * score) dsigma + g dw. x, velocity [B, ...]; sigma > 0, sigma_next, g: [B] or
     scalar. Flow-GRPO's and DanceGRPO's published steps are this formula with `flow_sde` and
     `dance_sde`. At g = 0 the mean is the ODE step bit for bit, but the kernel has no density. The
-    mean is at least float32; if the velocity is narrower, so are its products (`data.times`), which
+    mean is at least float32; if the velocity is narrower, so are its products (`noise.times`), which
     are taken in the order of Flow-GRPO's code.
     """
     x, dsigma = precise(x), sigma_next - sigma

@@ -71,11 +71,12 @@ class Comparison:
     base: Figure
     tuned: Figure
     error: Figure
-    """Standard error of the mean paired difference; NaN for fewer than two prompts."""
+    """Standard error of the mean paired difference; NaN for fewer than two prompts, and for several
+    seeds, where `measured` has the interval."""
     count: Annotated[int, Field(ge=0)] = 0
     """Prompts that both have a value for."""
     spread: Figure = math.nan
-    """Standard deviation of the base's values over these prompts."""
+    """Standard deviation of the base's values over these prompts; of several seeds their mean."""
     share: bool = False
     """Whether the values are 1 and 0, as of right pictures."""
     seeds: int = 1

@@ -66,7 +66,7 @@ def blueprint_of(found: Pipeline) -> Blueprint:
     if (known := published(found.name, found.options.kind)) is not None:
         return known
     path, kind = found.path, found.kind
-    if found.own_kind:
+    if found.default_policy:
         refuse(found.faults_of_files())
     index = read_file(path, INDEX, download=True)
     models = {name: entry for name, entry in parts_in(index).items() if name.startswith(MODELS)}

@@ -70,7 +70,7 @@ class Pipeline:
         return None if index is None else index.parent
 
     @property
-    def own_kind(self) -> bool:
+    def default_policy(self) -> bool:
         """Whether its policy is the one for its class, and so needs all of its parts."""
         return self.options.kind is None
 
@@ -135,7 +135,7 @@ class Pipeline:
         """What keeps it from being loaded and tuned so; UserError for targets that it lacks. No weights
         are read."""
         options = self.options
-        if self.own_kind:
+        if self.default_policy:
             yield from self.faults_of_files()
         if tuning == "lora":
             targets = options.lora_targets or self.spec.lora_targets
@@ -144,7 +144,7 @@ class Pipeline:
     def load(
         self, *, tuning: TuningMode | None = None, seed: int = 0, keep_base: bool = False
     ) -> Loaded:
-        """It is read into host memory. `tuning` replaces the options' ("frozen" for sampling);
+        """Reads it into host memory. `tuning` replaces the options' ("frozen" for sampling);
         `keep_base` is needed by a KL term under full fine-tuning."""
         import diffusers
 
@@ -188,7 +188,7 @@ def load_pipeline(
     found, mode = find_pipeline(options), tuning or options.tuning
     refuse(faults_of_options(options, mode))
     refuse(found.faults(mode))
-    if found.own_kind and os.path.isdir(found.path) and (missing := found.missing()):
+    if found.default_policy and os.path.isdir(found.path) and (missing := found.missing()):
         raise UserError(f"policy.path={options.path}: {missing}")
     return found.load(tuning=tuning, seed=seed, keep_base=keep_base)
 
@@ -303,8 +303,8 @@ def location_of(name: str) -> tuple[str, str]:
 
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
-    """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not
-    the `expected` one."""
+    """UserError for a pipeline class without a policy, unless policy.kind is `chosen`, and for one
+    that is not `expected`."""
     said = f"policy.path={name}: is a {kind}"
     if chosen is None and kind not in catalogue.pipeline_names():
         own = "docs/extending.md declares another flow pipeline in a file, and `g2rpo check-model` tries it"
@@ -329,7 +329,7 @@ def _hub_class(name: str) -> str:
 
 
 def quiet_bars() -> None:
-    """Without progress bars of model libraries, which this imports."""
+    """Turns off the progress bars of diffusers and transformers, which this imports."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

@@ -16,6 +16,11 @@ from g2rpo.core.errors import UserError
 from g2rpo.models.adapters import DOWN, UP, Adapter
 from g2rpo.models.options import PolicyConfig
 
+TRAINED, START = "default", "start"
+"""The names of adapters in a transformer: the trained one, and the one that training began with."""
+FACTORS = {DOWN: "lora_A", UP: "lora_B"}
+"""The attributes in which a layer of peft has the factors of its adapters."""
+
 
 def check_targets(transformer: nn.Module, targets: Sequence[str], *, each: bool) -> None:
     """UserError for a transformer without linear layers or convolutions of these names, which
@@ -47,10 +52,10 @@ def check_targets(transformer: nn.Module, targets: Sequence[str], *, each: bool)
 def factors_of(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
     """The factors of an adapter by module and which of the two."""
     return {
-        f"{name}{end}": getattr(layer, end[1:7])[adapter]
+        f"{name}{end}": getattr(layer, FACTORS[end])[adapter]
         for name, layer in transformer.named_modules()
         for end in (DOWN, UP)
-        if adapter in getattr(layer, end[1:7], ())
+        if adapter in getattr(layer, FACTORS[end], ())
     }
 
 
@@ -124,7 +129,7 @@ class Acting:
         """Of the adapters in the next calls, by name."""
         learnt = 0.0 if self.untrained or self.late or self.own is None else self.strength
         start = 0.0 if self.late and self._early_start else 1 - learnt
-        return {"start": start} | ({self.own: learnt} if self.own is not None else {})
+        return {START: start} | ({self.own: learnt} if self.own is not None else {})
 
     def choose(self) -> None:
         """Activates the adapters of the next calls, each with its strength."""
@@ -138,7 +143,7 @@ class Acting:
                 layer.set_adapter(
                     [name for name, strength in strengths.items() if strength], inference_mode=True
                 )
-        for factor in factors_of(self._transformer, "default").values():
+        for factor in factors_of(self._transformer, TRAINED).values():
             factor.requires_grad_(True)
         if not self._options.autocast:
             compute_as_called(self._transformer)

@@ -27,16 +27,24 @@ from g2rpo.models.adapters import (
     write_tensors,
 )
 from g2rpo.models.comfyui import ComfyUI
-from g2rpo.models.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
+from g2rpo.models.lora_layers import (
+    START,
+    TRAINED,
+    Acting,
+    add_frozen,
+    check_targets,
+    factors_of,
+    fill,
+    inject,
+)
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import is_adapter, weights_of_file
 from g2rpo.models.pipelines import cast
 from g2rpo.models.quantized import is_quantized, quantize
 from g2rpo.models.sharding import Sharded
 
-TRAINED, START, LOADED = "default", "start", "tuned"
-"""The names of adapters in a transformer: the trained one, the one that training began with, one
-from a file."""
+LOADED = "tuned"
+"""The name of an adapter from a file in a transformer."""
 
 
 class Tuning(Protocol):

@@ -118,7 +118,8 @@ class RewardKind:
         return self.maker if own else CallableReward
 
     @property
-    def declares(self) -> bool:
+    def is_reward_class(self) -> bool:
+        """Whether the maker is a `Reward`, so that its declarations count."""
         return self.declared is self.maker
 
     @property
@@ -142,7 +143,7 @@ class RewardKind:
     def device(self) -> str | None:
         """The device that its options name; None where it goes to the run's."""
         device = self.entry.options.get("device")
-        return None if device is None or not self.declares else str(device)
+        return None if device is None or not self.is_reward_class else str(device)
 
     def faults(self) -> Iterator[str]:
         """Unknown options, and values that they cannot have."""
@@ -156,7 +157,7 @@ class RewardKind:
             return  # what is said of a value repeats it
         built_in = self.entry.kind in REWARDS
         types = get_type_hints(self.maker.__init__, include_extras=True) if built_in else {}
-        types |= SHARED_OPTIONS if self.declares else {}
+        types |= SHARED_OPTIONS if self.is_reward_class else {}
         known = list(self.defaults)
         for option, value in self.entry.options.items():
             if option not in known:
@@ -168,13 +169,13 @@ class RewardKind:
     def build(self, device: str) -> Reward:
         """The reward with the config's `frames`; a model whose options name no device goes to
         `device`."""
-        placed = {"device": device} if "device" in self.defaults else {}
+        on_device = {"device": device} if "device" in self.defaults else {}
         hint = self._weights_hint()
         with (
             keeping_settings(f"the reward {self.name}"),
             loading(f"{self.key}: cannot be loaded", hint),
         ):
-            given = {**placed, **self.entry.options}
+            given = {**on_device, **self.entry.options}
             if given.get("device") == "auto":
                 given["device"] = pick_device("auto")
             made = self.maker

@@ -121,19 +121,20 @@ def _trackers(found: Found) -> Iterator[str]:
 
 
 def _pipeline(found: Found) -> Iterator[str]:
-    """All parts must be there, or be downloadable, and be such that can be loaded and tuned. A
-    model that takes long to load must take the sizes and options."""
+    """All parts must be there, or be downloadable, and can be loaded and tuned. A model that is slow
+    to load, or incomplete here, is first built without weights, to see that it takes sizes and
+    options."""
     it = found.pipeline
     if it is None:
         return
     # a policy of the user's may not need all parts
-    missing = it.missing() if it.own_kind else ""
+    missing = it.missing() if it.default_policy else ""
     why = hub.obstacle(it.path, ANSWER_S) if missing and is_hub_id(it.path) else ""
     if missing and why is not None:
         yield f"policy.path={it.name}: {missing}{why and f' ({it.path} {why})'}"
         return
     yield from it.faults(found.config.policy.tuning)
-    if not it.own_kind or it.folder is None:
+    if not it.default_policy or it.folder is None:
         return
     weights = (it.folder / "transformer").glob("*.safetensors")
     if missing or sum(file.stat().st_size for file in weights) > LARGE_TRANSFORMER:
@@ -276,7 +277,13 @@ def _answers_to(
 def _disk(found: Found) -> Iterator[str]:
     """There must be space for the kept checkpoints and the next one."""
     config, directory, it = found.config, found.directory, found.pipeline
-    if directory is None or it is None or not it.own_kind or it.folder is None or it.missing():
+    if (
+        directory is None
+        or it is None
+        or not it.default_policy
+        or it.folder is None
+        or it.missing()
+    ):
         return
     kept = config.trainer.keep_checkpoints - len(checkpoints(Run(directory).checkpoints))
     # the weights, their two moments, their average and old weights, all float32

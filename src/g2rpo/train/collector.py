@@ -122,7 +122,7 @@ class Collector:
     @property
     def first(self) -> int:
         """The place of this rank's first prompt in an iteration."""
-        return self.division.prompts.first(self.config.trainer.prompts_per_iteration)
+        return self.division.by_prompt.first(self.config.trainer.prompts_per_iteration)
 
     def spec(
         self,
@@ -145,7 +145,7 @@ class Collector:
     def own_spec(self, algorithm: Algorithm, iteration: int) -> RolloutSpec:
         """What this rank draws in an iteration."""
         spec = self.spec(algorithm, iteration)
-        return replace(spec, plans=self.division.plans.shard(list(spec.plans)), first=self.first)
+        return replace(spec, plans=self.division.by_plan.shard(list(spec.plans)), first=self.first)
 
     def plans(self, algorithm: Algorithm, iteration: int) -> list[Plan]:
         """The plans of every prompt, over all ranks."""
@@ -164,7 +164,7 @@ class Collector:
         if not self.sizes.auto:
             return
         c, policy, division = self.config, self.policy, self.division
-        plans = division.plans.shard(plans_in(c, iteration))
+        plans = division.by_plan.shard(plans_in(c, iteration))
         prompts = division.own(c.trainer.prompts_per_iteration)
         members = prompts * len(plans) * algorithm.group_size
         size = c.judged_size  # the larger of the two is measured

@@ -225,7 +225,7 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
         # as `on_evaluations` counts
         prompts, tails = trainer.own_prompts * trainer.world.size, config.sampling.tails
         own = Counter(
-            tuple(trainer.division.plans.shard(trainer.plans(each))) for each in range(iterations)
+            tuple(trainer.division.by_plan.shard(trainer.plans(each))) for each in range(iterations)
         )
         return sum(
             times * prompts * count_evaluations(plans, config.algorithm.group_size, tails)

@@ -139,8 +139,8 @@ def _clips(found: Found) -> Iterator[str]:
 
 
 def faults_of_clips(kinds: Iterable[RewardKind], policy: PolicyConfig) -> Iterator[str]:
-    """Of rewards of clips for a policy that makes pictures; how many frames a policy of one's own
-    makes is not known."""
+    """Faults: rewards of clips beside a policy of pictures; not of policies of one's own, whose frames
+    are unknown."""
     for kind in kinds:
         if policy.kind is None and (policy.num_frames or 1) < 2 and kind.declared.video:
             yield (

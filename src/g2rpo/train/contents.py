@@ -58,9 +58,11 @@ def source_of(thing: Any) -> str:
 
 def _of_kind(kind: RewardKind) -> str:
     """Digests of a reward's code, if it is the user's, and of the local files in its options: those
-    that it declares, or any that code of the user's has."""
+    that it is_reward_class, or any that code of the user's has."""
     given = kind.entry.options
-    may = {*kind.declared.files, kind.declared.code_option} if kind.declares else given.keys()
+    may = (
+        {*kind.declared.files, kind.declared.code_option} if kind.is_reward_class else given.keys()
+    )
     paths = [
         _file_of(value) for key, value in given.items() if key in may and isinstance(value, str)
     ]

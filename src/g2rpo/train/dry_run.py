@@ -73,8 +73,8 @@ def _try_algorithm(config: Config) -> None:
     except UserError:
         raise
     except Exception as error:
-        tried = f"algorithm {name_of(config.algorithm)}: a trial iteration on random latents [3, 4, 4] failed"
-        raise UserError(f"{tried}: {type(error).__name__}: {error}{where(error)}") from error
+        what = f"algorithm {name_of(config.algorithm)}: a trial iteration on random latents [3, 4, 4] failed"
+        raise UserError(f"{what}: {type(error).__name__}: {error}{where(error)}") from error
 
 
 def _checked_loss(
@@ -136,5 +136,5 @@ def _try_reward(name: str, reward: Scorer, prompts: Sequence[str], found: Found)
     try:
         score({name: reward}, images[: len(prompts)], prompts)
     except RewardFailed as error:
-        tried = f"It was tried on {len(prompts)} random pictures, with the prompts {', '.join(map(repr, prompts))}"
-        raise UserError(f"{error}\n{tried}; nothing is loaded yet.") from error
+        what = f"It was tried on {len(prompts)} random pictures, with the prompts {', '.join(map(repr, prompts))}"
+        raise UserError(f"{error}\n{what}; nothing is loaded yet.") from error

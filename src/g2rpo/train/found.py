@@ -100,7 +100,7 @@ def find(
 
 
 def find_settings(config: Config) -> Found:
-    """The same without looking for a published model, which may be absent: for plans."""
+    """As `find`, without looking for a published model, which may be absent: for plans."""
     found, policy = named_rewards(config), config.policy
     with found.noting():
         known = catalogue.model_of(policy.path, policy.kind)

@@ -82,9 +82,9 @@ class Learner:
         """The optimizer's learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def set_rate(self, iteration: int, iterations: int) -> float:
-        """The learning rate of an iteration, counted from 0: `learning_rate` after a linear
-        warm-up, or a cosine from it to zero at the end."""
+    def set_scheduled_rate(self, iteration: int, iterations: int) -> float:
+        """Sets and returns the rate of an iteration, counted from 0: `learning_rate` times a linear
+        warm-up and, with "cosine", a cosine over all iterations."""
         rate = self.learning_rate * min(1.0, (iteration + 1) / (self.config.warmup_iterations + 1))
         if self.config.decay == "cosine":
             rate *= 0.5 * (1 + math.cos(math.pi * iteration / iterations))
@@ -155,8 +155,8 @@ class Learner:
         return {"weights": [self.shards.own(p) for p in self.parameters]}
 
     def stored(self) -> Snapshot:
-        """(tensors, state) for `take`, with all that another process needs to continue: of tensors
-        this rank's pieces."""
+        """(tensors, state) for `take`, with all that another process needs to continue: with this rank's
+        pieces of each tensor."""
         moments = self.optimizer.state_dict()["state"]
         tensors = {
             name: [values[name] for values in moments.values()] for name in MOMENTS[1:] if moments

@@ -93,9 +93,9 @@ class EarlyStop(Listener):
     def __post_init__(self) -> None:
         self.unscored = dict.fromkeys(self.trainer.config.trained, 0)
 
-    def take_up(self, rewards: Sequence[str], prompts: int) -> None:
-        """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current
-        iteration, of earlier starts."""
+    def load_history(self, rewards: Sequence[str], prompts: int) -> None:
+        """Gives the alarms what earlier starts logged and scored, up to the current iteration:
+        scores of `prompts` by `rewards`."""
         run, iteration = self.trainer.run, self.trainer.iteration
         self.trainer.alarms.rows = [row for row in run.read_log() if row["iteration"] <= iteration]
         looks = [row["iteration"] for row in self.trainer.alarms.rows if row["kind"] == "eval"]

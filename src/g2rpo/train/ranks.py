@@ -22,12 +22,12 @@ class Division:
     prompt. Neither is for collectives. In rank order the groups of all are those of one rank,
     prompt by prompt."""
 
-    prompts: World
-    plans: World
+    by_prompt: World
+    by_plan: World
 
     def own(self, prompts: int) -> int:
         """How many of an iteration's prompts this rank has."""
-        return prompts // self.prompts.size
+        return prompts // self.by_prompt.size
 
 
 def divided(config: Config, world: World) -> Division:
@@ -44,6 +44,7 @@ def divided(config: Config, world: World) -> Division:
             "dealt out evenly on several ranks; change it or sampling.num_steps"
         )
     if world.size % prompts or world.size == prompts:
+        # no more ranks than prompts; `share` refuses the rest
         world.share(prompts, "trainer.prompts_per_iteration")
         return Division(world, World())
     each = world.size // prompts
@@ -66,7 +67,7 @@ def prompts_to_come(
     prompts."""
     order = PromptOrder(prompts, config.trainer.seed)
     size = config.trainer.prompts_per_iteration
-    own = divided(config, world).prompts
+    own = divided(config, world).by_prompt
     batches = [
         own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)
     ]

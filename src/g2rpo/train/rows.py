@@ -17,7 +17,7 @@ from g2rpo.rollout.memory import BatchSizes
 from g2rpo.train.collector import Groups
 
 
-def of_groups(
+def group_metrics(
     plans: Sequence[Plan], names: Sequence[str], groups: Groups, advantages: Tensor
 ) -> Row:
     """Statistics of rewards [N, R, M, G] and advantages [N, G] of the N groups of all ranks, with
@@ -27,11 +27,11 @@ def of_groups(
     tails = [plan.tail_names for plan in plans]
     return {
         **reward_metrics(names, rewards, advantages, clip),
-        **diagnose(branches, tails, names, rewards, advantages),
+        **noise_metrics(branches, tails, names, rewards, advantages),
     }
 
 
-def diagnose(
+def noise_metrics(
     steps: Sequence[int],
     granularities: Sequence[Sequence[int]],
     names: Sequence[str],
@@ -107,7 +107,7 @@ def reward_metrics(
     }
 
 
-def of_cost(groups: Groups, world: World, sizes: BatchSizes, device: torch.device) -> Row:
+def cost_metrics(groups: Groups, world: World, sizes: BatchSizes, device: torch.device) -> Row:
     """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an
     accelerator, the bytes of its peak so far."""
     collected, seconds = groups.collected, groups.watch.seconds

@@ -42,7 +42,7 @@ from g2rpo.train.monitor.trackers import TensorBoard, Tracker
 from g2rpo.train.parts import collector_of, evaluator_of, persistence_of, sizes_of, updater_of
 from g2rpo.train.persistence import stateful
 from g2rpo.train.ranks import divided
-from g2rpo.train.rows import of_cost, of_groups
+from g2rpo.train.rows import cost_metrics, group_metrics
 from g2rpo.train.run.folder import Run
 from g2rpo.train.updater import UpdateStats
 
@@ -143,11 +143,11 @@ class Trainer:
             row: Row = {
                 "kind": "train",
                 "iteration": self.iteration,
-                **of_groups(plans, list(self.rewards), groups, advantages),
+                **group_metrics(plans, list(self.rewards), groups, advantages),
                 **state_log,
                 **stats.summary(groups.algorithm),
                 "learning_rate": self.learner.rate,
-                **of_cost(groups, self.world, self.sizes, self.policy.device),
+                **cost_metrics(groups, self.world, self.sizes, self.policy.device),
             }
         for listener in self.listeners:
             listener.hear_groups(groups, own)
@@ -180,7 +180,7 @@ class Trainer:
         if found is None:
             return complaints
         self.iteration = found
-        self.early_stop.take_up([*self.rewards, *self.judges], len(self.heldout))
+        self.early_stop.load_history([*self.rewards, *self.judges], len(self.heldout))
         return [*complaints, *self.run.gaps(self.alarms.rows, found)]
 
     def finish(
@@ -257,7 +257,7 @@ class Trainer:
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""
         places = self.config.trainer.prompts_per_iteration
-        return self.division.prompts.shard(self.order.batch(iteration, places))
+        return self.division.by_prompt.shard(self.order.batch(iteration, places))
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
         """The config's plans of an iteration, by default the current one (`algorithm_now` may have
@@ -285,7 +285,7 @@ class Trainer:
         if algorithm.uses_rewards:
             of = self.policy, self.rewards, self.reward_weights, groups.prompts
             updater.reward = partial(weighted_scores, *of)
-        learner.set_rate(self.iteration, self.config.trainer.iterations)
+        learner.set_scheduled_rate(self.iteration, self.config.trainer.iterations)
         with guided_by(self.policy, self.config.sampling.guidance_scale):
             stats = updater.update(groups.examples(advantages), groups.cond)
         learner.update_average()

@@ -134,10 +134,12 @@ class Updater:
         batches = list(updates_of(self.algorithm, examples))
         members = sum(len(item.advantages) for batch in batches for item in batch)
         for number, batch in enumerate(batches):
-            counted = self.shards.world.total(sum(int(item.mask.sum()) for item in batch))[0]
+            members_that_count = self.shards.world.total(
+                sum(int(item.mask.sum()) for item in batch)
+            )[0]
             with self.shards.training():
                 passes = self.sizes.fit(
-                    partial(self._accumulate, batch, cond, counted, first=number == 0)
+                    partial(self._accumulate, batch, cond, members_that_count, first=number == 0)
                 )
             stats.add(passes, sum(len(item.advantages) for item in batch) / members)
             self.shards.reduce(self.policy.trainable_parameters())
@@ -162,10 +164,10 @@ class Updater:
         return [item.with_group_sum(own.sum()) for item, own in zip(examples, groups, strict=True)]
 
     def _accumulate(
-        self, batch: Sequence[Example], cond: Cond, counted: int, first: bool
+        self, batch: Sequence[Example], cond: Cond, members_that_count: int, first: bool
     ) -> UpdateStats:
         """Computes the gradients of one update, replacing those of an attempt that ran out of
-        memory; `counted` is the number of members on all ranks."""
+        memory; `members_that_count` is the number of members on all ranks."""
         stats = UpdateStats()
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(passes(batch, self.sizes.micro))
@@ -175,7 +177,7 @@ class Updater:
                 loss = self.loss(part, cond, first)
                 counts = torch.cat([item.mask for item in part]).to(loss.values.device)
                 # not a product with the mask: 0 * inf is NaN
-                mean = torch.where(counts, loss.values, 0).sum() / max(1, counted)
+                mean = torch.where(counts, loss.values, 0).sum() / max(1, members_that_count)
                 mean.backward()
             stats.loss += float(mean.detach())
             for name, values in loss.log.items():
@@ -190,7 +192,7 @@ class Updater:
         return Trained(self.policy, cond, self.step_dtype, self.old, self.reward)
 
     def _step(self, stats: UpdateStats) -> None:
-        """Clips and steps; an update with a non-finite gradient is skipped and counted, never
+        """Clips and steps; an update with a non-finite gradient is skipped and members_that_count, never
         applied.
 
         A sum with one such term is not finite either, so all ranks skip together.
@@ -199,14 +201,14 @@ class Updater:
             torch.nn.utils.clip_grad_norm_(self.policy.trainable_parameters(), self.max_grad_norm)
         )
         if math.isfinite(norm):
-            self._move()
+            self._optimizer_step()
             stats.grad_norms.append(norm)
             self.skipped_in_a_row = 0
         else:
             stats.skipped += 1
             self.skipped_in_a_row += 1
 
-    def _move(self) -> None:
+    def _optimizer_step(self) -> None:
         """The optimizer's step. It cannot be repeated when memory runs out, because some weights
         may have changed."""
         try:

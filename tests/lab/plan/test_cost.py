@@ -140,8 +140,8 @@ def test_ranks_that_share_a_prompt_are_planned_as_the_one_with_most_evaluations(
     c = config(flux_directory)
     division = divided(c, World(size=4))
     each = [count_evaluations([plan], 3) for plan in c.algorithm.plans(4)]
-    assert division.prompts.share(2, "prompts") == 1 and each[0] > each[1]
-    assert count(c, 3, division.plans).mean(lambda it: it.evaluations) == 2 * max(each)
+    assert division.by_prompt.share(2, "prompts") == 1 and each[0] > each[1]
+    assert count(c, 3, division.by_plan).mean(lambda it: it.evaluations) == 2 * max(each)
 
 
 @dataclass(frozen=True)

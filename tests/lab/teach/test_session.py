@@ -177,9 +177,9 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
     with begun(tmp_path, judges={"fell": Falls()}) as s:
         before, said = mean(s.trainer), []
         s.notify = said.append
-        while s.learnt.step == 1.0:
+        while s.learnt.rate_factor == 1.0:
             teach(s, 1)
-        assert torch.equal(mean(s.trainer), before) and s.learnt.step == 0.5
+        assert torch.equal(mean(s.trainer), before) and s.learnt.rate_factor == 0.5
     assert "fell fell, so the weights before are back" in said[0]
 
 

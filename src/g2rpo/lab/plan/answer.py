@@ -128,7 +128,7 @@ def _all_options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]
     found = []
     for name, entry in entries.items():
         kind = find_reward(f"rewards.{name}", entry)
-        if kind.declares:
+        if kind.is_reward_class:
             defaults = kind.defaults
             placed = {"device": "auto"} if "device" in defaults else {}
             found.append((name, {**defaults, **placed, **entry.options}))

@@ -148,14 +148,14 @@ def make_plan(
     whole = config = settled(config, cuda)
     # rank 0's has the earliest branch steps, so most evaluations
     division = divided(config, World(size=ranks))
-    share = division.prompts.share(
+    share = division.by_prompt.share(
         config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration"
     )
     config = config.model_copy(
         update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})}
     )
     looking = ranks if heldout >= ranks else 1  # ranks between which an evaluation is divided
-    counts = count(config, math.ceil(heldout / looking), division.plans)
+    counts = count(config, math.ceil(heldout / looking), division.by_plan)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
     known = KnownModels() if known is None else known
     with loading(

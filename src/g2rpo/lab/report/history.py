@@ -176,7 +176,8 @@ class SeedGroup:
 
     @cached_property
     def changes(self) -> dict[str, Comparison]:
-        """Base against tuned, by reward and, where pictures can be right, by `RIGHT`."""
+        """Base against tuned, by reward and, where pictures can be right, by `RIGHT`: from the
+        stored scores of every prompt; results.json gives only the iteration."""
         if not self.judged_after:
             return {}
         base, tuned = self._scores([0] * len(self.runs)), self._scores(self.judged_after)

@@ -37,7 +37,7 @@ from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.evaluation.heldout import Evaluation, compare_right, save_pictures
 from g2rpo.train.learner import Snapshot
-from g2rpo.train.monitor.alarms import is_large
+from g2rpo.train.monitor.alarms import is_large_fall
 from g2rpo.train.monitor.pictures import seconds_of
 from g2rpo.train.trainer import Trainer
 
@@ -56,12 +56,12 @@ what a prompt asks for (docs/teach.md)."""
 CHANGES_PER_LOOK = 2
 """Changes of the weights between two looks at held-out pictures."""
 ALLOWED_FALL = 1.5
-"""Standard errors by which the mean of a judge may fall; a small fall (`alarms.is_large`) does not
+"""Standard errors by which the mean of a judge may fall; a small fall (`alarms.is_large_fall`) does not
 count."""
 MOST_USELESS_LOOKS = 2
 """Looks in a row that may be no nearer to the person's choices, by the head, than the last good
 weights."""
-SHRINK_STEP, GROW_STEP, LARGEST_STEP = 0.5, 1.25, 1.0
+SHRINK_RATE, GROW_RATE, LARGEST_FACTOR = 0.5, 1.25, 1.0
 """Factors of the learning rate after a look that was bad and one that was good, and the largest
 one."""
 SHOWN_CHANGES = 4
@@ -79,7 +79,7 @@ class Learnt:
     """The last good weights."""
     head: Head | None = None
     choices: tuple[Choice, ...] = ()
-    step: float = 1.0
+    rate_factor: float = 1.0
     """The factor of the learning rate."""
     since: int = 0
     """Changes of the weights since the last look."""
@@ -115,7 +115,7 @@ class Session:
 
     Answers are stored at once, and acted on in their order by a thread, the only one that uses the
     policy; with `background` nobody waits for it. Group r is sampled after the answer to group
-    r - GROUPS_AHEAD, whenever that comes, so both learn the same. `notify` is called with what a
+    r - GROUPS_AHEAD, whenever that comes, so the same is learnt with `background` and without. `notify` is called with what a
     person should know.
     """
 
@@ -302,7 +302,7 @@ class Session:
         head = learnt.head
         if len(learnt.choices) < FIRST_ANSWERS or head is None or not head.trusted or learnt.enough:
             return
-        t.set_rate(self.rate * learnt.step)
+        t.set_rate(self.rate * learnt.rate_factor)
         for _ in range(ITERATIONS_PER_ANSWER):
             t.iterate()
         learnt.since += 1
@@ -332,15 +332,15 @@ class Session:
             f"{name} fell"
             for name, one in judges.items()
             if one.change.mean < -ALLOWED_FALL * one.error
-            and is_large(one.change.mean, base.scores[name])
+            and is_large_fall(one.change.mean, base.scores[name])
         ]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         before, seen = self._features(base), self._features(now)
         last = learnt.heldout[1] if learnt.heldout else before
         nearer = bool(learnt.head(seen).mean() > learnt.head(last).mean())
         learnt.since, learnt.useless = 0, 0 if nearer or wrong else learnt.useless + 1
-        learnt.step *= SHRINK_STEP if wrong else GROW_STEP
-        learnt.step = min(LARGEST_STEP, learnt.step)
+        learnt.rate_factor *= SHRINK_RATE if wrong else GROW_RATE
+        learnt.rate_factor = min(LARGEST_FACTOR, learnt.rate_factor)
         if not wrong and learnt.useless == MOST_USELESS_LOOKS:
             wrong = ["no nearer to your choices"]
         learnt.said = ", ".join(f"{name} {one}" for name, one in judges.items())

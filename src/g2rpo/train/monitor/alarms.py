@@ -156,13 +156,14 @@ def _spread(scores: Tensor) -> float:
     return float(scored.std(correction=0)) if len(scored) else 0.0
 
 
-def is_large(change: float, base: Tensor) -> bool:
-    """Whether a fall of a held-out reward is one of `LEAST_FALL`, for the `base`'s scores [N]."""
+def is_large_fall(change: float, base: Tensor) -> bool:
+    """Whether `change` is a fall of at least `LEAST_FALL` standard deviations of the `base`'s scores
+    [N]."""
     return -change >= LEAST_FALL * _spread(base)
 
 
 def drift(log: Alarms) -> str | None:
-    """Whether log-probs before the first update differ from the rollout's by more than the
+    """Says if log-probs before the first update differ from the rollout's by more than the
     limit."""
     row, limit = log.rows[-1], log.drift_limit
     value = or_nan(row.get("log_prob_drift"))
@@ -172,7 +173,7 @@ def drift(log: Alarms) -> str | None:
 
 
 def share(key: str, limit: float, what: str) -> Look:
-    """Whether the mean of a logged share over the last `WINDOW_ITERATIONS` iterations is above a limit."""
+    """Says if the mean of a logged share over the last `WINDOW_ITERATIONS` iterations is above a limit."""
 
     def look(log: Alarms) -> str | None:
         rows = [row for row in log.rows if row["kind"] == "train"][-WINDOW_ITERATIONS:]
@@ -185,7 +186,7 @@ def share(key: str, limit: float, what: str) -> Look:
 
 
 def unscored(log: Alarms) -> str | None:
-    """Whether a reward has no score for any held-out picture."""
+    """Says if a reward has no score for any held-out picture."""
     scores = log.history[log.rows[-1]["iteration"]]
     silent = [name for name, values in scores.items() if values.isnan().all()]
     return (
@@ -205,7 +206,7 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
     base's is 0) tests each of R rewards against t earlier evaluations, each at level a / (R t . t
     (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... = 1, a run whose rewards do not change
     raises a false alarm with probability a (`FALSE_ALARM_LEVEL`) at most, however long it is. A fall must also be
-    one of `LEAST_FALL`. A rise needs the plain level a: it counts only together with a fall.
+    at least `LEAST_FALL`. A rise needs the plain level a: it counts only together with a fall.
     """
     *earlier, (_, now) = history.items()
     looks = len(earlier)
@@ -220,7 +221,7 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
             (
                 (fall.chance_of_fall, iteration)
                 for iteration, fall in falls.items()
-                if is_large(fall.change.mean, earlier[0][1][name])
+                if is_large_fall(fall.change.mean, earlier[0][1][name])
             ),
             default=(1.0, 0),
         )
@@ -246,7 +247,7 @@ def _in_spreads(change: float, spread: float) -> str:
 
 
 def outside(log: Alarms) -> str | None:
-    """Whether held-out pictures have left the base's range in a statistic: more than `crowd` of
+    """Says if held-out pictures have left the base's range in a statistic: more than `crowd` of
     them on one side."""
     row = log.rows[-1]
     said, count = [], len(next(iter(log.history[row["iteration"]].values())))
@@ -266,7 +267,7 @@ def outside(log: Alarms) -> str | None:
 
 
 def alike(log: Alarms) -> str | None:
-    """Whether pictures of one prompt differ less than half as much in the last evaluation as in the
+    """Says if pictures of one prompt differ less than half as much in the last evaluation as in the
     base's: its right pictures if both know it, because wrong ones differ from them as well, and all
     of them else."""
     rows = [row for row in log.rows if "diversity" in row]

@@ -214,6 +214,7 @@ def latest_checkpoint(
 
 
 def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> None:
+    """Calls `take`; what it raises is a `BrokenCheckpoint`."""
     try:
         take(found)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -132,8 +132,8 @@ class Run(RunFiles):
             yield f"{self.path} is not empty and holds no run (no config.yaml); name another --run-dir"
 
     def _kept(self) -> Iterator[str]:
-        """What a run that begins here would overwrite: nothing if it goes on, from a checkpoint or
-        from answers, or had no checkpoint yet; else all but the base's evaluation."""
+        """What a run that begins here would overwrite: nothing if there is a checkpoint, an answer or
+        `.unsaved`; else every result but the base's evaluation."""
         answers = self.votes.is_file() and self.votes.stat().st_size > 0
         if answers or self.unsaved.is_file() or checkpoints(self.checkpoints):
             return
@@ -157,7 +157,7 @@ class Run(RunFiles):
                 self.unsaved.touch()
 
     def mark_saved(self) -> None:
-        """Once the run has a checkpoint, or weights: without them it is not to begin again."""
+        """Removes `.unsaved`: the run has a checkpoint or weights, so it must not begin again over them."""
         with writing(self.unsaved):
             self.unsaved.unlink(missing_ok=True)
 
