@@ -13,22 +13,12 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import joined
 from g2rpo.core.errors import UserError
 from g2rpo.models import load
-from g2rpo.models.catalogue import flux, sd3
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import RewardConfig, build_rewards, check_rewards
 from g2rpo.train import checks
 from g2rpo.train.found import find
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
-
-
-def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
-    one = load.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
-    other = load.build_policy(
-        PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen"
-    )
-    assert one.spec is flux and other.spec is sd3
-    assert other.text.options.negative_prompt == "blue" and other.guided
 
 
 def other(**values):

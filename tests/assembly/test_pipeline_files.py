@@ -83,16 +83,10 @@ def test_solvers_of_flows_are_flows(tmp_path, scheduler):
     assert list(pipeline_files.faults_of_files(folder)) == []
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"num_frames": 5}, "policy.num_frames: a QwenImagePipeline has no such option"),
-        ({"pipeline": "WanPipeline"}, "this recipe is for a WanPipeline"),
-    ],
-)
-def test_options_that_a_model_lacks_are_refused(tmp_path, option, message):
-    with pytest.raises(UserError, match=message):
-        load.load_pipeline(folder_of(tmp_path).model_copy(update=option))
+def test_an_option_that_a_model_lacks_is_refused(tmp_path):
+    own = folder_of(tmp_path).model_copy(update={"num_frames": 5})
+    with pytest.raises(UserError, match="policy.num_frames: a QwenImagePipeline has no such opt"):
+        load.load_pipeline(own)
 
 
 @pytest.mark.parametrize(
