@@ -134,17 +134,6 @@ def test_merged_weights_have_the_dtype_of_the_base_and_what_rounding_costs_is_sa
     )
 
 
-@pytest.mark.parametrize("format", few(["diffusers", "comfyui", "merged"], "comfyui".__eq__))
-def test_a_checkpoint_of_the_same_weights_is_the_same_export(sd3_directory, tmp_path, format):
-    run, _ = finished(tmp_path / "a", sd3_directory, *LORA)
-    outs = [api.export(run, format, checkpoint=which) for which in (None, 2, "last")]
-    files = [out if out.is_file() else next(out.glob("*.safetensors")) for out in outs]
-    one, *others = (load_file(file) for file in files)
-    assert all(equal(other, one) for other in others)
-    untrained = api.export(run, "comfyui", checkpoint=1, out=tmp_path / "one.safetensors")
-    assert not any(value.any() for value in load_file(untrained).values())
-
-
 def test_the_average_of_a_checkpoint_is_what_is_exported_and_best_is_the_best_evaluations(
     flux_directory, tmp_path
 ):

@@ -683,12 +683,23 @@ def test_prefixes_may_differ_and_of_several_adapters_none_is_chosen(brought, tmp
             read(saved(file, tensors))
 
 
-def test_a_module_that_diffusers_would_leave_out_is_named(tmp_path):
-    tensors = tensors_for(flux_of_real_width(), SPECS[KIND].comfyui, "kohya")
-    down, up = (f"lora_unet_odd.lora_{side}.weight" for side in ("down", "up"))
-    odd = {down: torch.ones(2, 8), up: torch.ones(8, 2)}
-    with pytest.raises(UserError, match="in no format.*lora_unet_odd"):
-        read_adapter(saved(tmp_path / "x.safetensors", {**tensors, **odd}), FluxPipeline)
+def factors(name, rows, width=8):
+    """Of kohya's names, or of plain ones."""
+    ends = (".lora_down.weight", ".lora_up.weight") if name.startswith("lora_") else (DOWN, UP)
+    return {name + ends[0]: torch.ones(2, width), name + ends[1]: torch.ones(rows, 2)}
+
+
+def test_what_diffusers_would_leave_out_or_cannot_divide_is_named(tmp_path):
+    sound = tensors_for(flux_of_real_width(), SPECS[KIND].comfyui, "kohya")
+    for kind, tensors, said in (
+        (KIND, sound | factors("lora_unet_odd", 8), "in no format.*lora_unet_odd"),
+        (QUICK[0], factors("layers.0.attention.qkv", 90, 32), r"qkv: has 90 rows, but .* have 96"),
+    ):
+        model = tiny_pipeline(kind).transformer if kind in QUICK else None
+        with pytest.raises(UserError, match=said):
+            read_adapter(
+                saved(tmp_path / "x.safetensors", tensors), getattr(diffusers, kind), model
+            )
 
 
 class Weights(dict):
@@ -772,16 +783,6 @@ def test_original_names_are_read_as_diffusers_converts_the_original_weights(kind
         assert found.keys() == expected.keys()
         assert all(torch.equal(up, expected[name]) for name, (_, up) in found.items())
         assert all(torch.equal(down, torch.ones(2, 3)) for down, _ in found.values())
-
-
-def test_a_joint_matrix_of_other_rows_is_refused_by_its_name(tmp_path):
-    tensors = {f"layers.0.attention.qkv{DOWN}": torch.ones(2, 32)}
-    tensors[f"layers.0.attention.qkv{UP}"] = torch.ones(90, 2)
-    kind = "ZImagePipeline"
-    with pytest.raises(UserError, match=r"layers.0.attention.qkv: has 90 rows, but .* have 96"):
-        read_adapter(
-            saved(tmp_path / "x.safetensors", tensors), getattr(diffusers, kind), tiny(kind)()
-        )
 
 
 IN, OUT = torch.ones(2, 8), torch.ones(8, 2)

@@ -29,7 +29,7 @@ from g2rpo.models.pipelines import cast, check_options, choose_attention, read_p
 from g2rpo.models.spec import PICTURE_SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.evaluation.sampler import Sampler
-from tests.support.policies import guided_by, make, moved
+from tests.support.policies import guided_by, make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.tolerances import network, rounding
 from tests.support.variants import few
@@ -354,15 +354,15 @@ called for a velocity, and options."""
 
 
 @pytest.mark.parametrize("fault", [None, *PLANTED])
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "bfloat16".__eq__))
-def test_check_model_finds_planted_faults_in_each_dtype(fault, dtype, tmp_path):
-    kind = "FluxPipeline"
+def test_check_model_finds_planted_faults_in_bfloat16(fault, tmp_path):
+    """Whose tolerances are the widest."""
+    kind, dtype = "FluxPipeline", torch.bfloat16
     pipeline_of(kind).save_pretrained(tmp_path / "model")
     name, change, velocity, options = PLANTED.get(fault, (None, None, None, {}))
     made = iter(range(3))
 
     def load():
-        pipeline = read_pipeline(FluxPipeline, tmp_path / "model", getattr(torch, dtype))
+        pipeline = read_pipeline(FluxPipeline, tmp_path / "model", dtype)
         pipeline.transformer.unused = torch.nn.Linear(4, 4)
         if next(made) == 1 and change is not None:
             change(pipeline)
@@ -393,22 +393,6 @@ def test_check_model_names_one_time_where_a_call_takes_a_single_time(tmp_path):
     wrong = make(policy, timed_by_token(), **size_of("WanPipeline"))
     with pytest.raises(UserError, match="WanPipeline: .*one_time=lambda pipeline: True"):
         wrong.velocity(*inputs(wrong, PROMPTS))
-
-
-@pytest.mark.parametrize("kind", only("StableDiffusion3Pipeline"))
-def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
-    policy = moved(load(kind, tuning="full", keep_base=True), 0.01)
-    policy.save(tmp_path)
-    pipeline = pipeline_of(kind)
-    pipeline.transformer = type(pipeline.transformer).from_pretrained(tmp_path)
-    tuned, sampling = pictures(policy, prompts), load(kind)
-    plain = pictures(sampling, prompts)
-    assert difference(tuned, plain) > 1e-3
-    torch.testing.assert_close(tuned, theirs(pipeline, kind, prompts), **drawing(policy))
-    with policy.base():
-        torch.testing.assert_close(pictures(policy, prompts), plain, **drawing(policy))
-    sampling.load(tmp_path)
-    torch.testing.assert_close(pictures(sampling, prompts), tuned, **drawing(policy))
 
 
 @pytest.mark.parametrize(
@@ -549,5 +533,3 @@ def test_an_option_that_a_model_cannot_follow_is_refused_from_python_too():
     check_options(own, PolicyConfig(path="", **SIZE))
     with pytest.raises(UserError, match="guidance_scale: the call of a SanaPipeline has no such"):
         check_options(own, PolicyConfig(path="", **SIZE, guidance_scale=1.0))
-    with pytest.raises(UserError, match=r"policy\.num_frames"):
-        check_options(SPECS["FluxPipeline"], PolicyConfig(path="", **SIZE, num_frames=5))

@@ -18,7 +18,7 @@ from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS
-from g2rpo.models.load import build_policy, load_weights
+from g2rpo.models.load import build_policy
 from g2rpo.models.pipelines import check_options
 from g2rpo.train.checks import check_policy
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
@@ -170,15 +170,6 @@ def test_the_card_draws_the_same_in_plain_diffusers(capsys, tmp_path, run, drawn
 
 
 @pytest.mark.slow
-def test_the_file_alone_says_where_it_acts(run, drawn):
-    config = Run(run).read_config()
-    policy = build_policy(config.policy.model_copy(update={"lora_above": 0.0}), tuning="frozen")
-    load_weights(policy, Run(run).weights, "testbed")
-    assert policy.options.lora_above == ABOVE
-    assert torch.equal(pictures_of(run, policy), drawn[0])
-
-
-@pytest.mark.slow
 def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
     options = Run(run).read_config().policy.model_copy(update={"adapter": str(Run(run).weights)})
     with pytest.raises(UserError, match="acts above sigma 0.5 alone; set policy.lora_above=0.5"):
@@ -211,14 +202,12 @@ def test_what_is_trained_lies_above(original, change, message):
         check_policy(config, policy)
 
 
-def test_check_model_refuses_it(capsys):
-    """It would find that saved weights draw otherwise in the pipeline, where they act everywhere."""
+def test_what_it_is_not_for_is_refused(capsys):
+    """check-model would find that saved weights draw otherwise in the pipeline, where they act
+    everywhere."""
     assert "policy.lora_above=0.5: in the pipeline's own call" in refused(
         capsys, "check-model", "nowhere", "policy.lora_above=0.5"
     )
-
-
-def test_it_is_for_adapters():
     full = load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
         check_options(SPECS["FluxPipeline"], full)

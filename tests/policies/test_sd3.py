@@ -5,7 +5,6 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from g2rpo.config.schema import grid_of
 from g2rpo.core.noise import generator_for
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.evaluation.sampler import Sampler
@@ -26,15 +25,15 @@ def load(directory, **options):
     return policies.load(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
-def pictures(policy, shift=3.0):
-    return Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=3).pictures(
+def pictures(policy):
+    return Sampler(policy=policy, shift=3.0, num_steps=STEPS, seed=5, batch_size=3).pictures(
         PROMPTS
     )
 
 
-def theirs(pipeline, negative_prompt=None, **more):
-    """With our grid: left alone, SD3's pipeline takes one of its own
-    (`test_the_deployed_grid...`)."""
+def theirs(pipeline, negative_prompt=None):
+    """With our grid. Left alone, diffusers' scheduler shifts the lower end of a static-shift grid
+    twice (huggingface/diffusers#13243); test_any_pipeline.py walks that one."""
     pipeline.set_progress_bar_config(disable=True)
     options = {
         "negative_prompt": negative_prompt and [negative_prompt] * len(PROMPTS),
@@ -46,7 +45,6 @@ def theirs(pipeline, negative_prompt=None, **more):
         "guidance_scale": 4.5,
         "output_type": "pt",
         **SIZE,
-        **more,
     }
     return pipeline(PROMPTS, **options).images
 
@@ -65,22 +63,6 @@ def test_pictures_with_a_negative_prompt_equal_the_pipelines_own(tmp_path, t5):
     drawn = pictures(load(directory, guidance_scale=4.5, negative_prompt=negative))
     torch.testing.assert_close(drawn, expected, **DRAWN)
     assert difference(theirs(pipeline), expected) > 1e-2
-
-
-def test_the_deployed_grid_is_another_one_and_the_policy_can_walk_it(sd3_directory):
-    """diffusers' scheduler shifts the lower end of a static-shift grid twice
-    (huggingface/diffusers#13243), so a pipeline that is not given `sigmas` spends its last step at
-    sigma = 0.0089."""
-    pipeline = StableDiffusion3Pipeline.from_pretrained(sd3_directory)
-    expected = theirs(pipeline, sigmas=None)
-    sigmas = pipeline.scheduler.sigmas
-    assert float(sigmas[-2]) == pytest.approx(0.0089, abs=5e-5)
-    policy = load(sd3_directory)
-    assert policy.shift == 3.0
-    walked = grid_of("scheduler", policy, len(sigmas) - 1)
-    torch.testing.assert_close(walked, sigmas, **rounding(4, size=1.0))
-    torch.testing.assert_close(pictures(policy, "scheduler"), expected, **DRAWN)
-    assert difference(pictures(policy), expected) > 1e-3
 
 
 def test_times_truncated_in_rollouts_alone_are_exact_in_a_loss(sd3_directory):

@@ -201,7 +201,6 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         (lambda s: s.answer((12,), round=0), "names some of the 12 pictures"),
         (lambda s: s.answer((-1,), round=0), "names some of the 12 pictures"),
         (lambda s: s.answer(range(12), round=0), "not all of them"),
-        (lambda s: s.undo(), "no answer that could be taken back"),
     ]
     with begun(tmp_path) as s:
         for act, said in refused:
@@ -224,11 +223,9 @@ def test_what_changed_is_first_what_became_right(tmp_path):
         assert s.changed()[0][0] == base.prompts[2]
 
 
-def test_the_page_shows_the_group_and_says_what_it_does(tmp_path):
+def test_the_page_says_what_it_does(tmp_path):
     page = pytest.importorskip("g2rpo.lab.teach.page")
     with begun(tmp_path) as s:
-        shown = page.choice_html(s)
-        assert shown.count("data-member") == 12 and "Group 1 of about 12" in shown
         assert page.status(s, False) == "Learning begins after 3 answers."
         teach(s, 8)
         assert "of pairs it has not seen; 50 % is chance" in page.status(s, False)
