@@ -11,7 +11,7 @@ from g2rpo.algorithms.self_opd import SelfOPD
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import compared
+from g2rpo.rollout.scoring import above_baseline
 from tests.support.runs import brightness, trainer
 from tests.support.tolerances import near, reordered, rounding
 
@@ -153,7 +153,7 @@ def test_the_odes_picture_is_compared_with_and_is_no_member():
         pictures = torch.cat([rollout.finals[0], ode[rollout.prompt][None]]).sigmoid()
         close = rounding(8, size=1.0)
         torch.testing.assert_close(scores[0, 0], brightness(pictures, []), **close)
-    _, gains = compared(groups.scores, 6)
+    gains = above_baseline(groups.scores, 6)
     assert torch.equal(gains, groups.scores[..., :6] - groups.scores[..., 6:])
     row = t.learn_from(groups, t.advantages(groups))
     assert row["reward/bright"] == near(float(groups.scores[:, 0, :, :6].mean()), rounding(24))

@@ -141,7 +141,7 @@ def score_rollouts(
 ) -> Tensor:
     """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning
     that they refer to. Of plans with a baseline [N, R, M, G + 1], the ODE's picture at the end
-    (`compared`).
+    (`above_baseline`).
 
     At most `sizes.decode` pictures are decoded at a time: an iteration's are gigabytes. Nothing is if
     all rewards take latents. `lap` is called at the end of each phase, "decode" or "rewards".
@@ -162,8 +162,13 @@ def score_rollouts(
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), tails, members)).transpose(0, 1)
 
 
-def compared(scores: Tensor, members: int) -> tuple[Tensor, Tensor]:
-    """The rewards [N, R, M, G] of a group's members from `score_rollouts`, and those that advantages
-    are taken of: the same, or the rewards less those of the ODE's picture."""
+def of_members(scores: Tensor, members: int) -> Tensor:
+    """The rewards [N, R, M, G] of a group's members, of scores by `score_rollouts`."""
+    return scores[..., :members]
+
+
+def above_baseline(scores: Tensor, members: int) -> Tensor:
+    """The rewards [N, R, M, G] that advantages are taken of: those of members, less that of the
+    ODE's picture where there is one."""
     rewards, baseline = scores[..., :members], scores[..., members:]
-    return rewards, rewards - baseline if baseline.shape[-1] else rewards
+    return rewards - baseline if baseline.shape[-1] else rewards

@@ -27,7 +27,7 @@ from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.guidance import sized
 from g2rpo.rollout.memory import BatchSizes, OutOfMemory
-from g2rpo.rollout.scoring import compared, decode_rollout, score_rollouts
+from g2rpo.rollout.scoring import decode_rollout, of_members, score_rollouts
 from g2rpo.train.ranks import Division
 
 
@@ -36,7 +36,7 @@ class Collected:
     """The rollouts of one iteration on this rank, with their rewards and cost."""
 
     rollouts: list[Rollout]
-    scores: Tensor  # [N, R, M, G], or [N, R, M, G + 1] with a baseline (`scoring.compared`)
+    scores: Tensor  # [N, R, M, G], or [N, R, M, G + 1] with a baseline (`scoring.above_baseline`)
     evaluations: int
     """Network evaluations, one latent each."""
     seconds_overlapped: float
@@ -50,7 +50,7 @@ class Collected:
     @property
     def rewards(self) -> Tensor:
         """Of the members, [N, R, M, G]."""
-        return compared(self.scores, self.rollouts[0].finals.shape[1])[0]
+        return of_members(self.scores, self.rollouts[0].finals.shape[1])
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RolloutSpec:
 @dataclass(frozen=True)
 class Groups:
     """The groups of this rank, one for each prompt and plan, with the scores of all ranks' groups
-    (`scoring.compared`)."""
+    (`scoring.above_baseline`)."""
 
     algorithm: Algorithm
     prompts: Sequence[str]
@@ -85,7 +85,7 @@ class Groups:
     @property
     def rewards(self) -> Tensor:
         """[N, R, M, G], of the members of all ranks' groups."""
-        return compared(self.scores, self.spec.group_size)[0]
+        return of_members(self.scores, self.spec.group_size)
 
     def examples(self, advantages: Tensor) -> list[Example]:
         """What is learnt from with advantages [N, G] of this rank's groups."""

@@ -30,7 +30,7 @@ from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import WHOLE, Replicated
 from g2rpo.rollout.engine import Noise
 from g2rpo.rollout.guidance import check_guidance, guided_by
-from g2rpo.rollout.scoring import compared, weighted_scores
+from g2rpo.rollout.scoring import above_baseline, weighted_scores
 from g2rpo.train.collector import Groups, Stopwatch
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.first_group import FirstGroup
@@ -125,7 +125,7 @@ class Trainer:
 
     def advantages(self, groups: Groups) -> Tensor:
         """Rewards -> advantages [N, G] of all ranks' groups."""
-        _, rewards = compared(groups.scores, groups.spec.group_size)
+        rewards = above_baseline(groups.scores, groups.spec.group_size)
         return advantages_of(groups.algorithm, rewards, self.reward_weights)
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:

@@ -23,7 +23,7 @@ from g2rpo.lab.demo.model import DemoModel
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import compared, decode, score_rollouts
+from g2rpo.rollout.scoring import above_baseline, decode, of_members, score_rollouts
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.monitor.pictures import reduced
@@ -255,7 +255,8 @@ def trace_group(
                 )
             )
         scores = score_rollouts(model.policy, [rollout], model.rewards, [asked], model.sizes)
-        rewards, against = compared(scores, algorithm.group_size)
+        rewards = of_members(scores, algorithm.group_size)
+        against = above_baseline(scores, algorithm.group_size)
         finals = shown(rollout.finals.flatten(0, 1))
         return GroupTrace(
             model=model,
