@@ -115,10 +115,7 @@ def test_float16_scores_are_float16_as_the_published_code_has_them(rewards, lear
     [
         (noise(2), ["one"]),
         (noise(2), "no"),
-        (noise(1)[0], ["a"]),
-        (to_uint8(noise(1)), ["a"]),
-        (-noise(1), ["a"]),
-        (255 * noise(1), ["a"]),
+        *((each, ["a"]) for each in (noise(1)[0], to_uint8(noise(1)), -noise(1), 255 * noise(1))),
     ],
 )
 def test_a_wrong_batch_is_refused(images, prompts):
@@ -150,7 +147,7 @@ class Code:
 
 def test_what_is_not_hpsv2_is_named_and_not_run(tmp_path, capsys):
     state = state_of(oracle("hpsv2")["state_dict"])
-    renamed = {**state, "head.weight": torch.zeros(1)}
+    renamed = {**state, "head.weight": state["visual.proj"]}
     del renamed["visual.proj"]
     other = state_of(oracle("image_reward")["state_dict"])
     for content, kind, fact in (
@@ -252,10 +249,6 @@ def test_any_function_is_a_reward(tmp_path):
             FunctionReward(target)
 
 
-async def later(images, prompts):
-    return [1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -287,4 +280,7 @@ def test_what_rewards_of_other_trainers_return_is_read_or_named(answer, said):
 
 
 def test_an_async_reward_is_waited_for():
+    async def later(images, prompts):
+        return [1.0, 2.0]
+
     assert as_reward(later).scores(noise(2), ["a", "b"]).tolist() == [1, 2]

@@ -52,17 +52,19 @@ def test_the_head_finds_the_block_and_the_direction_of_a_taste():
     assert three.agreed == pytest.approx(0.7) and three.agreement.mean == pytest.approx(0.65)
 
 
+def posterior_of(block):
+    """The log-posterior of all choices at a prior deviation of sqrt(3), but for a constant."""
+    everyone = range(len(block.groups))
+    return lambda theta: block.likelihood(theta, everyone) - theta @ theta / 6
+
+
 def test_a_posterior_mode_has_no_gradient():
     """By finite differences, slips and several liked pictures included. All is float64, whose
     rounding of values near 30 is 1e-9 of such a difference."""
     group = choices(8, slips=0.3)
     group[0] = Choice(group[0].features, (2, 5, 7), 0)
     block, everyone = heads._Block.of("right", group), list(range(8))
-    theta = block.fit(everyone, 3.0)
-
-    def posterior(theta):
-        return block.likelihood(theta, everyone) - theta @ theta / 6
-
+    theta, posterior = block.fit(everyone, 3.0), posterior_of(block)
     steps = 1e-5 * np.eye(len(theta))
     gradient = [(posterior(theta + step) - posterior(theta - step)) / 2e-5 for step in steps]
     assert np.abs(gradient).max() < 1e-3 < np.abs(theta).max()
@@ -76,9 +78,7 @@ def test_the_curvature_is_the_second_derivative_of_choices_that_are_meant(monkey
     group[0] = Choice(group[0].features, (2, 5), 0)
     block, everyone = heads._Block.of("right", group), list(range(6))
     theta, steps = np.array([0.5, -0.2, 0.1, 0.3]), 1e-4 * np.eye(4)
-
-    def posterior(theta):
-        return block.likelihood(theta, everyone) - theta @ theta / 6
+    posterior = posterior_of(block)
 
     def second(one, other):
         sides = [(1, 1, 1), (1, -1, -1), (-1, 1, -1), (-1, -1, 1)]
@@ -93,9 +93,8 @@ def test_the_error_of_a_rise_is_what_it_says():
     posterior deviations is chi-squared, and between 11.6 and 59.7 in 99.8 %."""
     squares = 0.0
     for seed in range(30):
-        change = torch.nn.functional.normalize(
-            torch.randn(4, generator=generator_for(seed, "c")), dim=0
-        )
+        change = torch.randn(4, generator=generator_for(seed, "c"))
+        change /= change.norm()
         clicks = choices(20, seed=seed)
         shown = [one.features["right"] @ THETA for one in clicks]
         unit = torch.stack([one.var(correction=0) for one in shown]).mean().sqrt()

@@ -114,10 +114,7 @@ def test_what_is_missing_or_does_not_fit_is_named(saved, tmp_path):
     refused(ValueError, kinds, processor=str(tmp_path))
     save_file(state_of(oracle("pickscore")["state_dict"]), tmp_path / "HPSv3.safetensors")
     refused(ValueError, "seems to be a CLIP", path=str(tmp_path))
-    save_file(
-        {"model.language_model.embed_tokens.weight": torch.zeros(1)},
-        source.with_name("HPSv3.safetensors"),
-    )
-    refused(
-        ValueError, r"HPSv3.safetensors does not fit HPSv3.* It seems to be", path=str(tmp_path)
-    )
+    state = {"model.language_model.embed_tokens.weight": torch.zeros(1)}
+    save_file(state, tmp_path / "HPSv3.safetensors")
+    unfit = r"HPSv3.safetensors does not fit HPSv3.* It seems to be"
+    refused(ValueError, unfit, path=str(tmp_path))

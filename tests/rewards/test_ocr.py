@@ -48,10 +48,8 @@ def test_words_are_read_whatever_the_number_of_threads(line, monkeypatch):
     reader = getattr(line.engine, "text_rec", None) or line.engine._load_rec_model()  # since 3.10
     options = reader.session.session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
-    images, prompts = (
-        pictures(*WORDS, ""),
-        [f'"{word}"' for word in ["tiger", "demo", "quill", "zebra", "x"]],
-    )
+    images = pictures(*WORDS, "")
+    prompts = [f'"{word}"' for word in ("tiger", "demo", "quill", "zebra", "x")]
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert torch.equal(line(images, prompts), torch.tensor([1, 3 / 4, 4 / 5, 1, 0]))
@@ -65,11 +63,8 @@ def test_words_are_read_whatever_the_number_of_threads(line, monkeypatch):
 def test_a_picture_is_read_once_by_rewards_that_read_alike(monkeypatch):
     """Whatever they make of it; and only the newest texts are kept."""
     monkeypatch.setattr(ocr, "KEPT", 2)
-    share, exact, wide = (
-        OCR(detect=False, width=144),
-        OCR(detect=False, width=144, exact=True),
-        OCR(detect=False, width=160),
-    )
+    share, exact = (OCR(detect=False, width=144, exact=each) for each in (False, True))
+    wide = OCR(detect=False, width=160)
     assert share.engine is exact.engine and wide.known is not exact.known
     share.known.clear()
     read = []
@@ -95,9 +90,7 @@ def test_no_text_and_no_finite_pixel_are_no_score(line, caplog):
 
 def noise(seed):
     """A word under noise, which is misread."""
-    rough = np.random.default_rng(seed).normal(0, 90, (32, 96, 3)) + np.asarray(
-        picture(WORDS[seed])
-    )
+    rough = np.random.default_rng(seed).normal(np.asarray(picture(WORDS[seed])), 90)
     return Image.fromarray(rough.clip(0, 255).astype(np.uint8))
 
 
@@ -194,8 +187,8 @@ def test_a_run_says_what_it_reads(tmp_path):
 def distance_by_definition(a, b):
     if not a or not b:
         return len(a) + len(b)
-    cut = [distance_by_definition(*cut) for cut in ((a[1:], b), (a, b[1:]), (a[1:], b[1:]))]
-    return min(cut[0] + 1, cut[1] + 1, cut[2] + (a[0] != b[0]))
+    less, more, other = map(distance_by_definition, (a[1:], a, a[1:]), (b, b[1:], b[1:]))
+    return min(less + 1, more + 1, other + (a[0] != b[0]))
 
 
 @pytest.mark.parametrize("text", ["CAFÉ", "커피"])

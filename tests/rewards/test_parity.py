@@ -18,14 +18,7 @@ from g2rpo.rewards.clip_encoder import _transformers_preprocess
 from g2rpo.rewards.image_reward import ImageReward, part, vision_state
 from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.weights import check_state
-from tests.rewards.learned import (
-    LEARNED,
-    TOKENIZER,
-    oracle,
-    picture_of,
-    save_pickscore,
-    state_of,
-)
+from tests.rewards.learned import LEARNED, TOKENIZER, oracle, picture_of, save_pickscore, state_of
 from tests.rewards.oracle_inputs import PROMPTS, TOKEN_PROMPTS
 from tests.support.tolerances import network, reordered, rounding
 
@@ -52,9 +45,8 @@ def check_pixels(preprocess, case, tolerance=PIXEL):
     """Four rows and four columns of what a network sees."""
     seen = preprocess(picture_of(case["image"]))[0]
     step = seen.shape[-1] // 4
-    torch.testing.assert_close(
-        seen[:, ::step, ::step], torch.tensor(case["pixel_rows"]), **tolerance
-    )
+    rows = torch.tensor(case["pixel_rows"])
+    torch.testing.assert_close(seen[:, ::step, ::step], rows, **tolerance)
 
 
 def open_clip(folder, quick_gelu=True, resize_mode="squash", custom_text=False):

@@ -99,9 +99,8 @@ def test_a_judge_that_cannot_work_is_refused_when_it_is_made():
         with pytest.raises(ValueError, match="{prompt}"):
             asking(server, template="how good is it?")
         server.models = lambda: (405, {})
-        with pytest.raises(
-            Refused, match=r"405: .*\n.*no list of models .* endpoint: {check: false}"
-        ):
+        unlisted = r"405: .*\n.*no list of models .* endpoint: {check: false}"
+        with pytest.raises(Refused, match=unlisted):
             asking(server, form="yes_no")
         del server.models
         server.logprobs = False
@@ -238,12 +237,22 @@ def test_scores_of_a_template_of_ones_own_have_its_range(caplog):
             asking(server, range=[100, 0], **scale)
 
 
+UPSTREAM = r"""
+raise SystemExit('this must not run')
+prompt = ''
+problem = (
+    'Score \n'
+    f'Caption: [{prompt}]'
+)
+number = 3
+typed: str = 'Score'
+field = f'{1 + 1}'
+"""
+
+
 def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
     script = tmp_path / "upstream.py"
-    script.write_text(
-        "raise SystemExit('this must not run')\nprompt = ''\n"
-        "problem = (\n    'Score \\n'\n    f'Caption: [{prompt}]'\n)\nnumber = 3\ntyped: str = 'Score'\nfield = f'{1 + 1}'\n"
-    )
+    script.write_text(UPSTREAM)
     assert read_instruction(f"{script}:problem") == "Score \nCaption: [{prompt}]"
     assert read_instruction(f"{script}:typed") == "Score"
     for name in ("nothing", "number", "field"):

@@ -7,57 +7,47 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import resolve
 
+PLAIN = r"""
+!!python/object/apply:os.system [false]
+!!binary /w==
+!!int x
+!!set {a}
+!x y
+&a [*a]
+*a
+<<: {a: 1}
+{a: 1, a: 2}
+0b_
+2024-13-45
+1:30
+1e400
+.nan
+-.inf
+"\ud800"
+"\0"
+[/red]
+[bold
+=
+~
+''
+[]
+{}
+-1
+0
+1.5
+true
+off
+~nobody/x
+/dev/zero
+../../x
+é
+日本
+💥
+"""
 SNIPPETS = (
-    "!!python/object/apply:os.system [false]",
-    "!!binary /w==",
-    "!!int x",
-    "!!set {a}",
-    "!x y",
-    "&a [*a]",
-    "*a",
-    "<<: {a: 1}",
-    "{a: 1, a: 2}",
-    "[" * 3000,
-    "{a: " * 500,
-    "9" * 5000,
-    "0x" + "f" * 5000,
-    "0b_",
-    "2024-13-45",
-    "1:30",
-    "1e400",
-    ".nan",
-    "-.inf",
-    '"\\ud800"',
-    '"\\0"',
-    "\ud800",
-    "\x1b[31m",
-    "[/red]",
-    "[bold",
-    "\u2028",
-    "\x85",
-    "\ufeff",
-    "\t",
-    "%YAML 3.0\n---\n",
-    "---\n",
-    "? [a]\n",
-    "=",
-    "~",
-    "",
-    "''",
-    "[]",
-    "{}",
-    "-1",
-    "0",
-    "1.5",
-    "true",
-    "off",
-    "x" * 5000,
-    "~nobody/x",
-    "/dev/zero",
-    "../../x",
-    "é",
-    "日本",
-    "💥",
+    *PLAIN.strip().splitlines(),
+    *("[" * 3000, "{a: " * 500, "9" * 5000, "0x" + "f" * 5000, "x" * 5000, "", "\t"),
+    *("\ud800", "\x1b[31m", "\u2028", "\x85", "\ufeff", "%YAML 3.0\n---\n", "---\n", "? [a]\n"),
 )
 
 CONFIGS = [resolve(recipes.recipe_settings(name)) for name in recipes.names()]
@@ -71,19 +61,8 @@ def _keys(data, prefix=""):
 
 
 KEYS = sorted({key for config in CONFIGS for key in _keys(config.model_dump(mode="json"))})
-KNOWN = (
-    *ALGORITHMS,
-    "auto",
-    "full",
-    "cosine",
-    "testbed",
-    "testbed:train",
-    "bfloat16",
-    "scene_accuracy",
-    "[1,2]",
-    "[0]",
-    "3",
-)
+WORDS = "auto full cosine testbed testbed:train bfloat16 scene_accuracy [1,2] [0] 3"
+KNOWN = (*ALGORITHMS, *WORDS.split())
 
 numbers = st.integers(-3, 40).map(str) | st.integers().map(str) | st.floats().map(repr)
 values = st.sampled_from(SNIPPETS) | st.sampled_from(KNOWN) | numbers | st.text(max_size=20)
@@ -99,18 +78,16 @@ def mutated(draw, text, pieces=PIECES, most=3):
         start = draw(st.integers(0, len(text)))
         stop = min(len(text), start + draw(st.integers(0, 12)))
         how = draw(st.sampled_from(["cut", "insert", "replace", "double", "end"]))
+        cut = text[start:stop]
         new = (
             draw(pieces)
             if how in ("insert", "replace")
-            else text[start:stop] * 2
+            else 2 * cut
             if how == "double"
-            else text[:0]
+            else cut[:0]
         )
-        text = (
-            text[:start]
-            + new
-            + (text[:0] if how == "end" else text[start if how == "insert" else stop :])
-        )
+        after = text[start if how == "insert" else stop :]
+        text = text[:start] + new + (cut[:0] if how == "end" else after)
     return text
 
 

@@ -9,22 +9,10 @@ from safetensors.torch import save_file
 
 from g2rpo.models.adapters import CONFIG
 
-PREFIXES = st.lists(
-    st.sampled_from(
-        [
-            "transformer.",
-            "diffusion_model.",
-            "model.",
-            "module.",
-            "_orig_mod.",
-            "unet.",
-            "base_model.model.",
-            "lora_unet_",
-            "odd.",
-        ]
-    ),
-    max_size=3,
-).map("".join)
+PARTS = """
+transformer. diffusion_model. model. module. _orig_mod. unet. base_model.model. lora_unet_ odd.
+"""
+PREFIXES = st.lists(st.sampled_from(PARTS.split()), max_size=3).map("".join)
 SOUND = [
     (".lora_A.weight", ".lora_B.weight"),
     (".lora_down.weight", ".lora_up.weight"),
@@ -42,18 +30,8 @@ ENDS = st.sampled_from(4 * SOUND + OTHERS)
 NUMBERS = st.sampled_from(
     [1.0, 0.0, -1.0, 6.0, 1e-45, 1e-30, 1e30, 3e38, float("nan"), float("inf")]
 )
-DTYPES = st.sampled_from(
-    [torch.float32] * 8
-    + [
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.int8,
-        torch.bool,
-        torch.int64,
-    ]
-)
+RARE = "float64 float16 bfloat16 float8_e4m3fn int8 bool int64"
+DTYPES = st.sampled_from([torch.float32] * 8 + [getattr(torch, name) for name in RARE.split()])
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 VALUES = (
     st.none()
@@ -64,45 +42,18 @@ VALUES = (
     | st.just([])
     | st.just({"x": 1})
 )
+KEYS = "r lora_alpha use_rslora init_lora_weights rank_pattern bias peft_type new task_type"
 SETTINGS = st.dictionaries(
-    st.sampled_from(
-        [
-            "r",
-            "lora_alpha",
-            "use_rslora",
-            "init_lora_weights",
-            "rank_pattern",
-            "bias",
-            "peft_type",
-            "new",
-            "",
-            "task_type",
-        ]
-    ),
+    st.sampled_from([*KEYS.split(), ""]),
     VALUES,
     max_size=3,
 )
+NOTES = "0 3 nan -1 1e300 {} [] { null 0.5"
 TEXTS = st.dictionaries(
     st.sampled_from(
         [CONFIG, "g2rpo.lora_alpha", "g2rpo.lora_above", "ss_network_dim", "format", ""]
     ),
-    st.sampled_from(
-        [
-            "",
-            "0",
-            "3",
-            "nan",
-            "-1",
-            "1e300",
-            "{}",
-            "[]",
-            "{",
-            '{"transformer.r": 3}',
-            "null",
-            "0.5",
-            "\u2028",
-        ]
-    ),
+    st.sampled_from([*NOTES.split(), "", "\u2028", '{"transformer.r": 3}']),
     max_size=3,
 )
 
