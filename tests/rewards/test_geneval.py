@@ -26,6 +26,7 @@ from g2rpo.rewards.geneval_scoring import Detection, Task
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
 from tests.support.pictures import noise
+from tests.support.tables import rows
 from tests.support.tolerances import near, network, rounding
 
 
@@ -181,22 +182,19 @@ def test_a_detector_of_ones_own_needs_to_be_allowed(learned, tmp_path):
     assert scores[0] == 1 and scores[1].isnan()
 
 
-CAT = {"class": "cat", "count": 1}
+MALFORMED = """
+"cat" -> include: Input should be a valid array
+[{"count": 1}] -> include.0.class: Field required
+[{"class": "cat", "count": 0}] -> include.0.count: .*greater than or equal to 1, got 0
+[{"class": "cat", "count": "2"}] -> include.0.count: .*valid integer
+[{"class": "cat", "count": 1, "color": "teal"}] -> include.0.color: .*'red', 'orange'.*got 'teal'
+[{"class": "cat", "count": 1, "position": ["left of", 0]}] -> include.0.position: 0 is not the number of an
+[{"class": "cat", "count": 1}, {"class": "cat", "count": 1, "position": ["near", 0]}] -> include.1.position.0: .*'left of'
+"""
 
 
-@pytest.mark.parametrize(
-    ("include", "fact"),
-    [
-        ("cat", "include: Input should be a valid array"),
-        ([{"count": 1}], "include.0.class: Field required"),
-        ([{**CAT, "count": 0}], "include.0.count: .*greater than or equal to 1, got 0"),
-        ([{**CAT, "count": "2"}], "include.0.count: .*valid integer"),
-        ([{**CAT, "color": "teal"}], "include.0.color: .*'red', 'orange'.*got 'teal'"),
-        ([{**CAT, "position": ["left of", 0]}], "include.0.position: 0 is not the number of an"),
-        ([CAT, {**CAT, "position": ["near", 0]}], "include.1.position.0: .*'left of'"),
-    ],
-)
+@pytest.mark.parametrize(("include", "fact"), rows(MALFORMED))
 def test_malformed_metadata_are_named(include, fact):
     with pytest.raises(ValueError, match=fact):
-        Task.of({"include": include})
+        Task.of({"include": json.loads(include)})
     assert Task.of({}) is None
