@@ -199,19 +199,22 @@ def test_a_judge_is_tried_on_a_question_before_training(form, more, refusal):
                 asking(server, form=form)
 
 
+NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
 @pytest.mark.parametrize(
     ("request_of", "sent"),
     [
         ({}, {"max_tokens": 1, "temperature": 0.0}),
         ({"max_completion_tokens": 9}, {"max_completion_tokens": 9, "temperature": 0.0}),
-        ({"max_tokens": None, "temperature": None, "seed": 3}, {"seed": 3}),
+        ({"max_tokens": None, "temperature": None, **NO_THOUGHTS}, NO_THOUGHTS),
     ],
 )
 def test_a_null_leaves_a_field_of_requests_out(request_of, sent):
     """Newer models take max_completion_tokens alone, and no temperature; the trial asks as all."""
     with chatting() as server:
         asking(server, form="yes_no", request=request_of)(flat(0.5), ["a"])
-        fields = ("max_tokens", "max_completion_tokens", "temperature", "seed")
+        fields = ("max_tokens", "max_completion_tokens", "temperature", *NO_THOUGHTS)
         for body in server.requests:
             assert {name: body[name] for name in fields if name in body} == sent
 
