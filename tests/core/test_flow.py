@@ -165,7 +165,7 @@ def test_the_first_stochastic_steps_widen_the_marginal_on_every_grid(num_steps):
     if num_steps == 1024:
         expected = [eta**4 / (4 * max(1, step) ** 2) for step in range(9)]
         assert excess == pytest.approx(expected, abs=1 / num_steps)
-    else:  # relative to the exact variance, to the digits of docs/algorithm.md
+    else:  # relative to the exact variance, to three digits
         shares = [excess[step] / wanted[step] for step in (0, 1)]
         assert shares == pytest.approx([0.074, 0.092], abs=5e-4)
 
