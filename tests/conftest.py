@@ -28,27 +28,27 @@ settings.load_profile("suite")
 HERE = Path(__file__).parent
 QUICK = """
 core/test_flow.py core/test_objectives.py core/test_seeding.py core/test_statistics.py
-cli/test_main.py algorithms config/test_config.py monitor/test_diagnostics.py prompts
-rollout/test_engine.py rollout/test_tails.py run/test_checkpoint.py training/test_golden.py
-training/test_learner.py training/test_moving_average.py training/test_trainer.py
+cli/test_main.py algorithms config/test_config.py data/test_pairs.py data/test_prompts.py
+rollout/test_engine.py rollout/test_tails.py train/run/test_checkpoint.py train/test_golden.py
+train/test_learner.py train/test_moving_average.py train/test_trainer.py
 """
 """`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and
 of a tiny FLUX, commands."""
 LONGEST = """
-fake_device runtime/test_sharding.py lab/demo/test_demo_browser.py policies/test_any_pipeline.py
-lab/plan/test_plan.py export/test_export.py lab/compare/test_compare.py runtime/test_distributed.py
-training/test_faults.py lab/plan app policies security lab cli repository rewards
+fake_device models/test_sharding.py lab/demo/test_demo_browser.py models/test_any_pipeline.py
+lab/plan/test_plan.py lab/test_export.py lab/compare/test_compare.py core/test_distributed.py
+train/test_faults.py lab/plan train models security lab cli repository rewards
 """
 """Begun first, so that no process is left with a long file when the others have finished."""
 
 
 APART = """
-app/test_evaluate.py::test_evaluate_from_the_command_line
-app/test_resume.py::test_a_run_goes_on_by_its_directory_alone
-app/test_resume.py::test_a_run_of_which_nothing_was_trained_begins_again
-app/test_resume.py::test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not
-app/test_resume.py::test_what_training_made_is_never_overwritten
-app/test_stopping.py::test_a_run_whose_output_nobody_reads_any_more_saves
+lab/test_evaluate.py::test_evaluate_from_the_command_line
+train/test_resume.py::test_a_run_goes_on_by_its_directory_alone
+train/test_resume.py::test_a_run_of_which_nothing_was_trained_begins_again
+train/test_resume.py::test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not
+train/test_resume.py::test_what_training_made_is_never_overwritten
+train/test_stopping.py::test_a_run_whose_output_nobody_reads_any_more_saves
 fake_device/test_fake_device.py::test_a_device_with_the_limits_of_apples_trains_as_a_cpu_does
 fake_device/test_fake_device.py::test_calls_of_the_network_never_wait_and_iterations_keep_nothing
 fake_device/test_fake_device.py::test_the_first_minutes_with_a_gpu_are_rehearsed
@@ -59,19 +59,19 @@ lab/plan/test_cost.py::test_a_forward_of_flux_takes_37_tflop_at_the_papers_size
 lab/plan/test_cost.py::test_a_training_row_has_the_price_of_one_call
 lab/report/test_report_browser.py
 lab/teach/test_teach_browser.py
-policies/test_any_pipeline.py::test_check_model_finds_each_fault
-policies/test_any_pipeline.py::test_every_class_passes_check_model
-policies/test_own_spec.py::test_it_trains_and_what_it_saves_plain_diffusers_draws
-policies/test_reading.py::test_every_command_tells_of_them_also_with_stored_embeddings
+models/test_any_pipeline.py::test_check_model_finds_each_fault
+models/test_any_pipeline.py::test_every_class_passes_check_model
+models/test_own_spec.py::test_it_trains_and_what_it_saves_plain_diffusers_draws
+models/test_reading.py::test_every_command_tells_of_them_also_with_stored_embeddings
 repository/test_examples.py::test_flow_dpo_prefers_the_chosen_pictures_of_a_table
 repository/test_nano.py::test_two_iterations_are_the_packages_to_the_bit
-run/test_run_files.py::test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on
-runtime/test_distributed.py::test_ranks_train_a_flux_lora_as_one_process_does
-runtime/test_sharding.py::test_a_killed_run_resumes_bit_for_bit
-runtime/test_sharding.py::test_each_layer_is_gathered_once_a_call_or_once_a_rollout
-testbed/test_weights.py::test_the_pipeline_draws_scenes
-training/test_faults.py::test_a_run_killed_at_random_moments_is_the_run_that_was_not
-training/test_faults.py::test_when_a_rank_breaks_the_others_stop_and_say_why
+train/run/test_run_files.py::test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on
+core/test_distributed.py::test_ranks_train_a_flux_lora_as_one_process_does
+models/test_sharding.py::test_a_killed_run_resumes_bit_for_bit
+models/test_sharding.py::test_each_layer_is_gathered_once_a_call_or_once_a_rollout
+data/testbed/test_weights.py::test_the_pipeline_draws_scenes
+train/test_faults.py::test_a_run_killed_at_random_moments_is_the_run_that_was_not
+train/test_faults.py::test_when_a_rank_breaks_the_others_stop_and_say_why
 """
 """Browsers, killed processes, ranks and the longest runs: `make apart`. Environments without time for
 all of them take a third, `G2RPO_THIRD=0` to 2, into `make test`."""
@@ -91,18 +91,19 @@ def is_quick(path):
     return any(path.is_relative_to(HERE / name) for name in QUICK.split())
 
 
+NO_NUMBERS = """
+cli core/test_distributed.py fake_device lab/compare lab/demo lab/plan lab/report lab/teach lab/web
+models/test_sharding.py repository
+"""
+"""Mostly start processes and browsers, which compute alike on every processor."""
+
+
 @cache
 def compares_numbers(path):
-    """Whether a file has tolerances, which must hold on every processor; but for folders whose tests
-    mostly start processes and browsers."""
-    apart = path.relative_to(HERE).parts[0] in (
-        "cli",
-        "fake_device",
-        "lab",
-        "repository",
-        "runtime",
-    )
-    return not apart and "from tests.support.tolerances import" in path.read_text(encoding="utf-8")
+    """Whether a file has tolerances, which must hold on every processor."""
+    if any(path.is_relative_to(HERE / name) for name in NO_NUMBERS.split()):
+        return False
+    return "from tests.support.tolerances import" in path.read_text(encoding="utf-8")
 
 
 RULES = {"quick": is_quick, "numbers": compares_numbers}

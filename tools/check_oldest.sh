@@ -9,5 +9,5 @@ uv venv --quiet --python 3.11 "$work/venv"
 uv pip install --python "$work/venv/bin/python" --requirement "$work/oldest.txt" "pytest>=8" hypothesis
 PYTHONPATH=src OMP_NUM_THREADS=1 "$work/venv/bin/python" -m pytest -q \
     tests/core/test_flow.py tests/core/test_objectives.py tests/core/test_seeding.py tests/rollout/test_engine.py tests/config/test_config.py \
-    tests/policies/test_flux.py tests/policies/test_sd3.py tests/training/test_trainer.py tests/training/test_learner.py \
-    tests/app/test_resume.py
+    tests/models/test_flux.py tests/models/test_sd3.py tests/train/test_trainer.py tests/train/test_learner.py \
+    tests/train/test_resume.py

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from g2rpo.train.monitor.trackers import build_trackers
 from g2rpo.train.run.folder import Run
-from tests.monitor.test_trackers import cut_short
+from tests.train.monitor.test_trackers import cut_short
 
 BLOCK = 32768
 EXPECTED = [

@@ -59,18 +59,18 @@ EPG = "tests/algorithms/test_epg.py"
 BOUNDS = "tests/algorithms/test_bounds.py"
 OPD = "tests/algorithms/test_self_opd.py"
 LC = "tests/algorithms/test_lc_grpo.py"
-ANY = "tests/policies/test_any_pipeline.py"
+ANY = "tests/models/test_any_pipeline.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
-TRAINER = "tests/training/test_trainer.py"
+TRAINER = "tests/train/test_trainer.py"
 DROPPED, AVERAGE = (
     "tests/algorithms/test_dropped_members.py",
-    "tests/training/test_moving_average.py",
+    "tests/train/test_moving_average.py",
 )
-SCORES = "tests/evaluation/test_scores.py"
-CHECKPOINT, ALARMS = "tests/run/test_checkpoint.py", "tests/monitor/test_alarms.py"
+SCORES = "tests/train/evaluation/test_scores.py"
+CHECKPOINT, ALARMS = "tests/train/run/test_checkpoint.py", "tests/train/monitor/test_alarms.py"
 QUANTIZED, STATISTICS = (
-    "tests/policies/test_quantized.py",
-    "tests/core/test_statistics.py tests/training/test_rows.py",
+    "tests/models/test_quantized.py",
+    "tests/core/test_statistics.py tests/train/test_rows.py",
 )
 
 REACHED = "tests/lab/plan/test_cost.py -k reached_by"
@@ -79,13 +79,13 @@ MUTATIONS = [
         "models/spec.py",
         "return scale > (self.unguided or 0.0)",
         "return scale > 1",
-        "tests/training/test_guidance.py -k begins",
+        "tests/train/test_guidance.py -k begins",
     ),
     Mutation(
         "train/trainer.py",
         "self.config.sampling.guidance_scale):\n            stats",
         "None):\n            stats",
-        "tests/training/test_guidance.py -k losses",
+        "tests/train/test_guidance.py -k losses",
     ),
     Mutation(
         "train/learner.py",
@@ -191,7 +191,7 @@ MUTATIONS = [
         "train/updater.py",
         "(), self.max_grad_norm",
         "(), 2 * self.max_grad_norm",
-        "tests/training/test_learner.py",
+        "tests/train/test_learner.py",
     ),
     Mutation("core/objectives.py", "1 - clip_range,", "1 - 1.04 * clip_range,", BOUNDS),
     Mutation("core/objectives.py", "0.5 * difference", "difference", OBJECTIVES),
@@ -362,7 +362,7 @@ MUTATIONS = [
         "core/rewards.py",
         "values.where(values.isfinite(), torch.nan)",
         "values",
-        "tests/training/test_faults.py::test_scores_that_are_no_numbers_teach_nothing_and_are_counted",
+        "tests/train/test_faults.py::test_scores_that_are_no_numbers_teach_nothing_and_are_counted",
     ),
     Mutation(
         "rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"
@@ -378,7 +378,7 @@ MUTATIONS = [
         "data/prompts.py",
         "self._shuffle(place // len(self.prompts))",
         "self._shuffle(0)",
-        "tests/prompts/test_prompts.py",
+        "tests/data/test_prompts.py",
     ),
     Mutation("train/updater.py", "max(1, members_that_count)", "max(1, len(counts))", TRAINER),
     Mutation("core/statistics.py", "rest / (count - 2)", "rest / (count - 1)", STATISTICS),
@@ -396,14 +396,14 @@ MUTATIONS = [
         "train/updater.py",
         "stats = UpdateStats() self.optimizer.zero_grad(set_to_none=True)",
         "stats = UpdateStats()",
-        "tests/runtime/test_memory.py",
+        "tests/rollout/test_memory.py",
     ),
     Mutation("train/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
     Mutation(
         "train/updater.py",
         "if math.isfinite(norm)",
         "if True",
-        "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
+        "tests/train/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
     ),
     Mutation("core/objectives.py", "item.mask & whole", "item.mask", DROPPED),
     Mutation("train/updater.py", "examples = without_broken(examples)", "pass", DROPPED),
@@ -422,19 +422,19 @@ MUTATIONS = [
         "train/learner.py",
         "math.cos(math.pi * iteration / iterations)",
         "math.cos(math.pi * iteration)",
-        "tests/training/test_learner.py",
+        "tests/train/test_learner.py",
     ),
     Mutation(
         "train/learner.py",
         "(iteration + 1) / (self.config.warmup",
         "iteration / (self.config.warmup",
-        "tests/training/test_learner.py",
+        "tests/train/test_learner.py",
     ),
     Mutation(
         "train/learner.py",
         "decay * old + (1 - decay) * parameter",
         "(1 - decay) * old + decay * parameter",
-        "tests/training/test_learner.py",
+        "tests/train/test_learner.py",
     ),
     Mutation("train/run/checkpoint.py", "if _digest(file) != digest:", "if False:", TRAINER),
     Mutation(
@@ -474,7 +474,7 @@ MUTATIONS = [
         "models/replay.py",
         "[without.detach(), toward]",
         "[without, toward]",
-        "tests/policies/test_sd3.py",
+        "tests/models/test_sd3.py",
     ),
     Mutation(
         "models/anyflow.py",
@@ -510,7 +510,7 @@ MUTATIONS = [
         "rollout/memory.py",
         "setattr(self, kind, size // 2)",
         "setattr(self, kind, size - 1)",
-        "tests/runtime/test_memory.py",
+        "tests/rollout/test_memory.py",
     ),
     Mutation(
         "rewards/head.py",

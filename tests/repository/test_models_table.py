@@ -5,7 +5,7 @@ import re
 
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.pipelines import deployed_shift
-from tests.policies.test_flux import SCHEDULERS
+from tests.models.test_flux import SCHEDULERS
 from tests.support.pages import ROOT
 from tests.support.tiny_pipelines import CLASSES
 

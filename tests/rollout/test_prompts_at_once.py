@@ -14,7 +14,7 @@ from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.train.collector import waited_for
-from tests.runtime.test_memory import Small
+from tests.rollout.test_memory import Small
 from tests.support.runs import brightness, trainer, untimed
 from tests.support.waiting import PATIENCE_S
 

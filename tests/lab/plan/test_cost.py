@@ -408,7 +408,7 @@ def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory):
     assert 0.85 < live.peak / sum(working[name] for name in names) < 1
 
 
-@pytest.mark.slow  # four plans; what ranks hold is measured in tests/runtime/test_sharding.py
+@pytest.mark.slow  # four plans; what ranks hold is measured in tests/models/test_sharding.py
 def test_ranks_share_the_work_and_with_pieces_the_state(deep):
     """Of two ranks each has half of the prompts; in pieces half of the state, and gathers a block,
     the next, and the rest."""

@@ -1,7 +1,7 @@
 """A recorded run of the Gaussian policy, so that a change of numbers is a decision and not an
 accident.
 
-Recorded by `python -m tests.training.test_golden`, which writes golden.json with the environment it
+Recorded by `python -m tests.train.test_golden`, which writes golden.json with the environment it
 ran in. A change that is meant (another sampler, another default) records it anew and says so in the
 changelog.
 """
@@ -46,7 +46,7 @@ def test_numbers_are_the_recorded_ones():
 
 if __name__ == "__main__":
     stamp = {
-        "command": "python -m tests.training.test_golden",
+        "command": "python -m tests.train.test_golden",
         "torch": torch.__version__,
         "machine": platform.machine(),
     }

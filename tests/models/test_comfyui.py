@@ -1,6 +1,6 @@
 """Adapters under ComfyUI's keys: its rule (W + up @ down at the weight that a key names) on
 original weights, which diffusers' own converters then read, against our merging in diffusers'
-layout. `tools/check_comfyui.py` runs ComfyUI's own loader, and tests/policies/test_adapters.py
+layout. `tools/check_comfyui.py` runs ComfyUI's own loader, and tests/models/test_adapters.py
 reads files of these keys with diffusers'."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""Adam's epsilon, which tests here set for their ranks, is what it was after each of them."""
+"""Adam's epsilon, which tests of ranks set for their processes, is what it was after each of them."""
 
 import pytest
 

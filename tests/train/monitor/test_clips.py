@@ -18,7 +18,7 @@ from g2rpo.train.monitor.pictures import (
     save_clip,
     stills,
 )
-from tests.app.test_evaluate import judging
+from tests.lab.test_evaluate import judging
 from tests.support.commands import g2rpo
 from tests.support.runs import Clips, Loaded, brightness, finished, log, trainer
 from tests.support.tolerances import near, rounding

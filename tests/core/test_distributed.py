@@ -15,6 +15,7 @@ from g2rpo.train.run.checkpoint import checkpoints
 from g2rpo.train.run.folder import Run
 from tests.support import policies, ranks
 from tests.support.commands import done
+from tests.support.epsilon import epsilon  # noqa: F401  for each test here
 from tests.support.runs import (
     ADVANTAGES,
     asking,

@@ -32,6 +32,7 @@ from g2rpo.train.run import checkpoint as checkpointing
 from g2rpo.train.run.checkpoint import checkpoints
 from tests.support import policies, ranks
 from tests.support.adapters import random_adapter
+from tests.support.epsilon import epsilon  # noqa: F401  for each test here
 from tests.support.runs import PLAIN, config, log, trainer, untimed
 from tests.support.tiny import sd3_pipeline
 from tests.support.tiny_pipelines import save_tiny

@@ -95,7 +95,7 @@ def test_shares_are_averaged_over_a_window(name, key, limit):
 
 @pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
 def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
-    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "alarms.md").read_text(encoding="utf-8")
     assert re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[
         1
     ] == f"{limit:.1f}".lstrip("0")

@@ -11,7 +11,7 @@ from g2rpo.models.catalogue import SPECS
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.spec import parameters_of
 from g2rpo.models.text import TextEncoders, tokens_read, warn_of_long
-from tests.policies.test_any_pipeline import small_pictures  # noqa: F401 (for every test here)
+from tests.models.test_any_pipeline import small_pictures  # noqa: F401 (for every test here)
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
