@@ -18,7 +18,8 @@ from g2rpo.models.quantized import (
 )
 from g2rpo.train.evaluation.sampler import Sampler
 from tests.support import policies
-from tests.support.commands import refused
+from tests.support.commands import done, refused
+from tests.support.runs import log
 from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -189,6 +190,17 @@ def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, k
 def test_a_whole_transformer_does_not_fit_a_quantised_base(flux_directory):
     with pytest.raises(UserError, match=r"holds a whole transformer"):
         load(flux_directory, quantize="int8", tuning="frozen").load(flux_directory / "transformer")
+
+
+@pytest.mark.slow
+def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config, kind):
+    """1 to the bit before the first update; the drift is what bfloat16 leaves, and the alarm is
+    silent."""
+    options = ["dtype=bfloat16", "gradient_checkpointing=true", f"quantize={kind}"]
+    options = [*(f"policy.{option}" for option in options), "alarms.drift=stop"]
+    done(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
+    trained = [row for row in log(tmp_path / "run") if row["kind"] == "train"]
+    assert len(trained) == 2 and all(row["ratio_deviation"] == 0 for row in trained)
 
 
 WRONG = [
