@@ -349,12 +349,6 @@ MUTATIONS = [
         "landing.log_prob(landing.mean)",
         f"{ENGINE} {TRAINER}",
     ),
-    Mutation(
-        "rollout/reference.py",
-        "sigmas[step], sigmas[following])",
-        "sigmas[step], sigmas[step + 1])",
-        ENGINE,
-    ),
     Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),

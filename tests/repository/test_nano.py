@@ -12,10 +12,10 @@ from g2rpo.config.resolve import resolve
 from g2rpo.core.data import Batch
 from g2rpo.core.flow import sigma_grid
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.rollout.reference import rollout
 from g2rpo.train.build import Request, build
 from g2rpo.train.updater import Trained
 from tests.support.pages import ROOT, blocks
+from tests.support.reference import rollout
 from tests.support.tolerances import rounding
 
 SMALL = [

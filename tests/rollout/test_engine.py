@@ -12,9 +12,9 @@ from g2rpo.core.flow import dance_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.rollout import reference
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
+from tests.support import reference
 from tests.support.tolerances import rounding
 
 SIGMAS = sigma_grid(16, 3.0)

@@ -9,8 +9,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.events import Line
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Target, find_target, make_plan, predict
-from g2rpo.train.command import train_all
-from g2rpo.train.prediction import Planned
+from g2rpo.train.command import Planned, train_all
 from g2rpo.train.ranks import prompts_to_come
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer

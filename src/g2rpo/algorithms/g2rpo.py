@@ -1,8 +1,8 @@
 """Granular-GRPO (G2RPO): Fine-Grained GRPO for Precise Preference Alignment in Flow Models, arXiv
 2510.01982.
 
-The paper's algorithm, and where each line is implemented (`rollout.reference` has the sampling as
-plain loops):
+The paper's algorithm, and where each line is implemented (the sampling as plain loops:
+tests/support/reference.py):
 
     for each prompt:
         solve the ODE once from shared noise: the anchor x_0, x_1, ...                          rollout.engine

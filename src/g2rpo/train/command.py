@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,13 +40,28 @@ from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train.build import Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.model_card import CARD
-from g2rpo.train.prediction import Predict, beside_plan
 from g2rpo.train.run.checkpoint import newest_iteration
 from g2rpo.train.run.folder import Run, entered
+from g2rpo.train.run.records import PlannedAndMeasured
 from g2rpo.train.trainer import Trainer
 
 MEASURED = 3
 """Iterations after which a plan is compared with what was measured."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Seconds of an iteration, on average, and bytes at the peak, on a card by its datasheet."""
+
+    card: str
+    seconds: float
+    memory: int
+
+
+Predict = Callable[[Config, int, Sequence[str], Sequence[str]], Planned | None]
+"""The plan of a run of a config (with numbers for its batch sizes) on so many ranks, with its
+training and held-out prompts, on this machine's device; None if there is none, as for a CPU;
+UserError if it could not be made."""
 
 
 def train(
@@ -270,3 +287,25 @@ def compare_all(trainer: Trainer, emit: Emit) -> dict[str, Comparison]:
         emit(Progress("comparing", "evaluations", done, total))
 
     return trainer.finish(report)
+
+
+def beside_plan(
+    trainer: Trainer, rows: Sequence[Row], predict: Predict
+) -> PlannedAndMeasured | None:
+    """The plan beside the training `rows` of this start, which is stored; None without a plan, or
+    if it is stored already."""
+    if not trainer.run.writes or trainer.run.plan.is_file():
+        return None
+    found = {"batch_size": trainer.sizes.rollout, "decode_batch_size": trainer.sizes.decode}
+    config = trainer.config.model_copy(
+        update={"sampling": trainer.config.sampling.model_copy(update=found)}
+    )
+    planned = predict(config, trainer.world.size, trainer.prompts, trainer.heldout)
+    if planned is None:
+        return None
+    seconds = statistics.median(row["seconds"] for row in rows[1:])
+    both = PlannedAndMeasured(
+        **asdict(planned), measured_seconds=seconds, measured_memory=rows[-1].get("memory_peak")
+    )
+    trainer.run.write_plan(both)
+    return both

@@ -27,9 +27,9 @@ from g2rpo.models.pipeline_files import caution
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.train.checks import check_policy
+from g2rpo.train.command import Planned
 from g2rpo.train.consistency import SETTINGS, refuse_all
 from g2rpo.train.found import find_settings
-from g2rpo.train.prediction import Planned
 from g2rpo.train.ranks import divided, faults_of_sharding, prompts_to_come, shard_group
 
 COUNTS_OF_ITERATION: dict[str, Callable[[CountedIteration], float]] = {
@@ -309,7 +309,7 @@ class Planner:
 def predict(
     config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]
 ) -> Planned | None:
-    """`train.prediction.Predict`: None for a CPU and for a card without a datasheet; UserError for a
+    """`train.command.Predict`: None for a CPU and for a card without a datasheet; UserError for a
     run beyond planning."""
     target = find_target(config.policy.device)
     if target.card is None:
