@@ -71,6 +71,18 @@ def test_a_silence_is_broken_again_and_again_but_less_often_when_it_is_long(cloc
     assert told(capsys) == []
 
 
+def test_what_takes_the_time_is_named(clock, capsys):
+    """The innermost work, and nothing once it has ended."""
+    with life.LIFE.of("plan"):
+        with events.doing("loading a"), events.doing("reading b"):
+            clock.passes(1)
+        with events.doing("loading a"):
+            clock.passes(5)
+        clock.passes(5)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.split(r"\d s", line)[1] for line in lines] == [": reading b", ": loading a", ""]
+
+
 def test_what_is_printed_is_a_sign_of_life(clock, capsys):
     console = Heard(file=io.StringIO())
     with life.LIFE.of("plan"):

@@ -112,6 +112,20 @@ def test_training_writes_plain_lines_into_a_pipe():
     assert re.search(r"  [\d.,e+]+ evaluations/s  \d+:\d\d:\d\d left$", told)
 
 
+def test_what_takes_long_before_the_first_iteration_is_named():
+    """Silence without a reason while the base is scored by a slow reward."""
+    console = pipe()
+
+    def slow(images, prompts):
+        said = re.compile(r"  0/1 iterations, 0.0 %  scoring \d pictures? by bright\n")
+        until(lambda: said.search(written(console)))  # at the first call
+        return brightness(images, prompts)
+
+    run = trainer(None, "trainer.iterations=1", rewards={"bright": slow})
+    with Output(console, quiet=0.1) as output:
+        train_all(run, output)
+
+
 @pytest.mark.parametrize("width", [45, 60, 80, 120, 200])
 @pytest.mark.parametrize("name", ["a_reward_with_a_very_long_name", "scene_preference", "hps"])
 def test_names_and_numbers_of_a_table_are_never_cut(width, name):

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from g2rpo.core.events import now_doing
+
 FIRST_SILENCE = 0.5
 """Seconds of silence before the first line, which comes within two seconds of the start on a busy
 machine too."""
@@ -64,8 +66,9 @@ class Life:
             now = time.monotonic()
             if not self._paused and now - self._told >= self._patience(now):
                 self._told = now
+                what = f": {now_doing()}" if now_doing() else ""
                 print(
-                    f"g2rpo: {work}: still working, {now - began:.0f} s",
+                    f"g2rpo: {work}: still working, {now - began:.0f} s{what}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -205,11 +205,11 @@ class Bar(Progress):
                 self.tell()
 
     def pace(self, task: Task) -> list[str]:
-        """The rate since the task was started, and the time that remains; empty before there is a
-        rate."""
+        """The rate since the task was started, and the time that remains; before there is a rate what
+        is done first."""
         done, elapsed = task.completed - task.fields["first"], task.elapsed
         if not done or not elapsed or task.total is None:
-            return []
+            return [now] if (now := events.now_doing()) else []
         rate = done / elapsed
         shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         return [f"{shown} {self.unit}/s", f"{_clock((task.total - task.completed) / rate)} left"]

@@ -3,7 +3,8 @@ them; from Python they are silent unless asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,24 @@ Emit = Callable[[Event], None]
 
 def silent(event: Event) -> None:
     """For callers who want no reports."""
+
+
+_doing: list[str] = []
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """While entered, `what` takes the time: a command that is silent says so (`now_doing`)."""
+    _doing.append(what)
+    try:
+        yield
+    finally:
+        _doing.remove(what)  # another thread may have begun something
+
+
+def now_doing() -> str:
+    """What began last of all that takes time now; "" for nothing."""
+    return _doing[-1] if _doing else ""
 
 
 def cautions(emit: Emit) -> Callable[[str], None]:

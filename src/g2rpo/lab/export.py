@@ -20,6 +20,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, did_you_mean, loading, refuse
+from g2rpo.core.events import doing
 from g2rpo.core.files import (
     add_metadata,
     is_empty,
@@ -102,7 +103,7 @@ def export(
     as_final = checkpoint is None and tuned.adapter is kept.adapter
     finished = Run(run).weights if as_final else None  # which its card describes
     base = partial(transformer_folder, config.policy)
-    with writing(out), ExitStack() as stack:
+    with writing(out), doing(f"writing {out}"), ExitStack() as stack:
         out.parent.mkdir(parents=True, exist_ok=True)
         if own:  # what a killed export has left there goes
             stack.enter_context(held(out.parent, notify))

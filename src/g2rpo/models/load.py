@@ -14,7 +14,7 @@ import torch
 
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, counted, loading, placed, refuse, shown
-from g2rpo.core.events import Emit, silent
+from g2rpo.core.events import Emit, doing, silent
 from g2rpo.core.files import FileDigests, digest_of, is_hub_id, local
 from g2rpo.core.plugins import refuse_object
 from g2rpo.data.testbed import knows, pipeline_dir, why_unknown
@@ -261,7 +261,8 @@ class Loaded:
 
 @contextmanager
 def _loading(path: str) -> Iterator[None]:
-    with loading(f"policy.path={path}: the pipeline cannot be loaded"), few_modules():
+    failed = loading(f"policy.path={path}: the pipeline cannot be loaded")
+    with doing(f"loading the model {path}"), failed, few_modules():
         yield
 
 

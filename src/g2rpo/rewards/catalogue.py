@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from g2rpo.core import plugins
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed, refuse
+from g2rpo.core.events import doing
 from g2rpo.core.plain import Count, Section, as_json, parse_as
 from g2rpo.core.plugins import keeping_settings, refuse_object
 from g2rpo.core.rewards import CallableReward, Frames, Reward, Scorer, as_reward
@@ -172,6 +173,7 @@ class RewardKind:
         on_device = {"device": device} if "device" in self.defaults else {}
         hint = self._weights_hint()
         with (
+            doing(f"loading the reward {self.name}"),
             keeping_settings(f"the reward {self.name}"),
             loading(f"{self.key}: cannot be loaded", hint),
         ):

@@ -11,6 +11,7 @@ from torch import Tensor
 from g2rpo.core.contracts import finite_rows
 from g2rpo.core.data import as_prompt
 from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
+from g2rpo.core.events import doing
 from g2rpo.core.plans import Rollout
 from g2rpo.core.rewards import Frames, Reward, Scorer, as_rewards
 from g2rpo.core.types import Policy
@@ -65,7 +66,9 @@ def score(
         for start in range(0, every, size):
             given, texts = scored[start : start + size], prompts[start : start + size]
             bounded = bounded_by("decode") if batch_size else nullcontext()
-            with naming_reward(name, f"failed on {counted(len(texts), 'picture')}"), bounded:
+            many = counted(len(texts), "picture")
+            now = doing(f"scoring {many} by {name}")
+            with naming_reward(name, f"failed on {many}"), bounded, now:
                 of_frames = given.ndim == 5 and not (reward.video or reward.latent)
                 # a reward may write into its argument, so it gets a copy
                 parts.append(

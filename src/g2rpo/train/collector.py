@@ -19,6 +19,7 @@ from g2rpo.config.work import plans_in
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Cond, Example
 from g2rpo.core.devices import same_device
+from g2rpo.core.events import doing
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.rewards import Reward
@@ -214,7 +215,7 @@ class Collector:
             1, "scoring", initializer=same_device(self.policy.device)
         ) as thread:
             try:
-                with self.shards.sampling():
+                with self.shards.sampling(), doing("drawing groups"):
                     for rows in parts:
                         for done in filter(Future.done, scoring):
                             done.result()  # a reward that failed ends the rest

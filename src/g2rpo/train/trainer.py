@@ -22,6 +22,7 @@ from g2rpo.core.contracts import advantages_of, check_own_advantages
 from g2rpo.core.data import Cond, Row
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import Preempted, refuse
+from g2rpo.core.events import doing
 from g2rpo.core.plans import Plan
 from g2rpo.core.rewards import Reward, as_rewards
 from g2rpo.core.statistics import Comparison
@@ -134,7 +135,7 @@ class Trainer:
         which listeners hear."""
         check_own_advantages(groups.rewards, list(self.rewards), advantages)
         self.final, own = None, self.world.shard(advantages)
-        with self.run.naming(self.iteration):
+        with self.run.naming(self.iteration), doing("learning from groups"):
             stats = self._update(groups, own)
             groups.watch.lap("update")
             plans = self.collector.plans_of(groups, self.iteration)

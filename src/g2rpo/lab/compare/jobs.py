@@ -19,7 +19,7 @@ from typing import Any
 
 from g2rpo.core import plugins
 from g2rpo.core.devices import usable_cores
-from g2rpo.core.events import Emit, Line, silent
+from g2rpo.core.events import Emit, Line, doing, silent
 from g2rpo.core.files import open_regular
 from g2rpo.core.stopping import stoppable
 from g2rpo.train.run.lock import held
@@ -102,7 +102,8 @@ class Workers:
             running.add(process)
             if stopped.is_set():  # while it began, which takes seconds
                 process.terminate()
-            process.join()
+            with doing(f"running {job.title}"):
+                process.join()
             running.discard(process)
             return int(process.exitcode)
         finally:

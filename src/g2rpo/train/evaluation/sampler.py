@@ -13,6 +13,7 @@ from torch import Tensor
 from g2rpo.config.schema import Config, Shift, grid_of
 from g2rpo.core.contracts import finite_rows, not_finite, real_tensors
 from g2rpo.core.errors import Stopped, shown
+from g2rpo.core.events import doing
 from g2rpo.core.flow import ode_step
 from g2rpo.core.noise import generator_for, seed_for
 from g2rpo.core.plain import Count, Section
@@ -58,11 +59,8 @@ class Sampler:
         one if they are part of a longer list. `Stopped`, which names the part of the model, if one
         is not finite."""
         images = []
-        for start in range(0, len(prompts), self.batch_size):
-            latents = self._latents(
-                prompts[start : start + self.batch_size], first + start, control
-            )
-            images.append(self._decoded(latents))
+        for start, latents, drawn in self._batches(prompts, first, control):
+            images.append(drawn)
             if not (finite := finite_rows(images[-1], latents)).all():
                 place = start + int(finite.int().argmin())
                 raise self._stopped(prompts[place], first + place)
@@ -82,10 +80,8 @@ class Sampler:
         Pictures that are not finite have no score. `Stopped`, which names the part of the model, if
         the first one and all others are not."""
         pictures, scores, finite, scored = [], [], False, as_rewards(rewards)
-        for start in range(0, len(prompts), self.batch_size):
+        for start, latents, images in self._batches(prompts, first, control):
             part = prompts[start : start + self.batch_size]
-            latents = self._latents(part, first + start, control)
-            images = self._decoded(latents)
             scores.append(score(scored, images, part, latents, self.decode_batch_size))
             finite |= bool(finite_rows(images, latents).any())
             pictures.append(kept(images))
@@ -97,9 +93,17 @@ class Sampler:
             tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward)
         )
 
-    def _decoded(self, latents: Tensor) -> Tensor:
-        with sized(self.policy, self.size):
-            return decode(self.policy, latents, self.decode_batch_size)
+    def _batches(
+        self, prompts: Sequence[str], first: int, control: Control
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Where in `prompts` each batch starts, with its latents and its pictures."""
+        for start in range(0, len(prompts), self.batch_size):
+            part = prompts[start : start + self.batch_size]
+            with doing(f"drawing pictures {start + 1} to {start + len(part)} of {len(prompts)}"):
+                latents = self._latents(part, first + start, control)
+                with sized(self.policy, self.size):
+                    images = decode(self.policy, latents, self.decode_batch_size)
+            yield start, latents, images
 
     def best(
         self,
