@@ -3,6 +3,7 @@
 import io
 import re
 import threading
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,16 @@ def test_what_takes_the_time_is_named(clock, capsys):
         clock.passes(5)
     lines = capsys.readouterr().err.splitlines()
     assert [re.split(r"\d s", line)[1] for line in lines] == [": reading b", ": loading a", ""]
+
+
+def test_libraries_that_take_the_time_are_named(clock, capsys, monkeypatch, tmp_path):
+    """Seconds of imports, before any work begins, without a reason."""
+    (tmp_path / "slow_library.py").write_text("import builtins; builtins.while_imported()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("builtins.while_imported", lambda: clock.passes(1), raising=False)
+    with life.LIFE.of("plan"):
+        import_module("slow_library")
+    assert capsys.readouterr().err.endswith("s: loading libraries\n")
 
 
 def test_what_is_printed_is_a_sign_of_life(clock, capsys):

@@ -272,10 +272,10 @@ def test_the_newest_run_is_taken_where_none_is_named(says, refuses, tmp_path):
         "runs is no run directory (no config.yaml); it holds the runs runs/old, runs/new"
         in refuses("report runs")
     )
-    assert "; the newest run is runs/new. A run comes first" in refuses("sample 'a red circle'")
+    assert "; the newest run is runs/new. A run comes first" in refuses("sample runs/ne 'a circle'")
     (tmp_path / "list.txt").write_text("a red circle")
-    assert "runs/new has no weights yet" in refuses("sample --prompts list.txt")
-    assert "runs/new has no weights yet" in refuses("demo")
+    for command in ("sample --prompts list.txt", "sample 'a red circle'", "demo", "evaluate"):
+        assert "runs/new has no weights yet" in refuses(command)
 
 
 def test_push_uploads_weights_and_card_or_says_how_to_try_again(tmp_path):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from g2rpo.core.events import now_doing
 
@@ -66,7 +67,8 @@ class Life:
             now = time.monotonic()
             if not self._paused and now - self._told >= self._patience(now):
                 self._told = now
-                what = f": {now_doing()}" if now_doing() else ""
+                now_done = now_doing() or ("loading libraries" if _importing() else "")
+                what = f": {now_done}" if now_done else ""
                 print(
                     f"g2rpo: {work}: still working, {now - began:.0f} s{what}",
                     file=sys.stderr,
@@ -78,6 +80,17 @@ class Life:
         if self._told == self._silent_since:
             return FIRST_SILENCE
         return SECONDS_AT_FIRST if now - self._silent_since < FIRST_SECONDS else SECONDS_LATER
+
+
+def _importing() -> bool:
+    """Whether a thread imports a module."""
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_code.co_filename == "<frozen importlib._bootstrap>":
+                return True
+            each = each.f_back
+    return False
 
 
 LIFE = Life()

@@ -33,7 +33,7 @@ def sample(
         list[str] | None,
         typer.Argument(
             metavar="[RUN] [PROMPT]...",
-            help="The folder of a run, for its model and weights; then what to draw.",
+            help="The folder of a run, for its model and weights, default the newest in runs/; then what to draw.",
         ),
     ] = None,
     model: options.ModelOption = None,
@@ -74,12 +74,13 @@ def sample(
     from g2rpo.data.sources import read_prompts
     from g2rpo.lab.sample import sample as draw
     from g2rpo.lab.sample import sample_config
-    from g2rpo.train.run.lock import no_run
+    from g2rpo.train.run.lock import newest_run, no_run
 
-    words = prompts or []
-    if model is None and words and not _is_run(words[0]):
-        raise UserError(f"{no_run(words[0])}. A run comes first, or --model; then what to draw")
-    run = Path(words.pop(0)) if model is None and words else None
+    words, run = prompts or [], None
+    if model is None and words and (_is_run(words[0]) or " " not in words[0] or not newest_run()):
+        if not _is_run(words[0]):  # nor a prompt for the newest run
+            raise UserError(f"{no_run(words[0])}. A run comes first, or --model; then what to draw")
+        run = Path(words.pop(0))
     run = options.run_or_newest(run, model)
     if model is not None and words and _is_run(words[0]):
         raise UserError(
@@ -120,8 +121,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[RUN] [KEY=VALUE]...",
-            help="The folder of a finished run, for its model, weights, held-out prompts and rewards; then settings, such as "
-            "policy.dtype=bfloat16 num_prompts=8.",
+            help="The folder of a finished run, for its model, weights, held-out prompts and rewards, default the newest in "
+            "runs/; then settings, such as policy.dtype=bfloat16 num_prompts=8.",
         ),
     ] = None,
     model: options.ModelOption = None,
@@ -162,6 +163,7 @@ def evaluate(
     run = None
     if overrides and ("=" not in overrides[0] or _is_run(overrides[0])):
         run, overrides = Path(overrides[0]), overrides[1:]
+    run = options.run_or_newest(run, model)
     settings = options.evaluation_settings(run, model, weights, guidance=guidance, size=size)
     named = {
         "prompts": prompts,

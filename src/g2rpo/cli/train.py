@@ -15,7 +15,6 @@ from rich.text import Text
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import UserError, counted
-from g2rpo.core.events import doing
 from g2rpo.core.stopping import stoppable
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def _train(
     settings = [*(overrides or []), *options.max_hours(within)]
     # loading is slow
     with stoppable("stopped before training began; the same command begins again") as stopping:
-        with doing("loading libraries"):
-            from g2rpo.train.command import train as run
+        from g2rpo.train.command import train as run
 
         with Output() as emit:
             run(
@@ -131,8 +129,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
-    with doing("loading libraries"):
-        from g2rpo.cli.plan import planned_answer
+    from g2rpo.cli.plan import planned_answer
 
     gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
     try:
