@@ -244,7 +244,7 @@ MUTATIONS = [
         "1 - 1.04 * self.clip_range)",
         BOUNDS,
     ),
-    Mutation("algorithms/epg.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", BOUNDS),
+    Mutation("algorithms/epg.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", EPG),
     Mutation(
         "algorithms/flow_grpo.py",
         "kl * steps.dsigma",

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from examples.algorithms.lc_grpo import LCGRPO, langevin_kernel
 from g2rpo.core.data import Batch, Example
-from g2rpo.core.flow import flow_sde, ode_step, sde_step, sigma_grid
+from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.lab.plan.counting import count
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations
@@ -21,8 +21,6 @@ from tests.support.runs import trainer
 
 MEAN, STD = 0.5, 0.6
 SIGMAS = sigma_grid(16).double()
-STEPS = list(pairwise(SIGMAS[:-1]))
-"""All stochastic steps."""
 
 
 def exact(mean=MEAN, size=1):
@@ -33,134 +31,24 @@ def exact(mean=MEAN, size=1):
     return policy
 
 
-def marginal(sigma):
-    """Mean and variance of the Gaussian policy's latents."""
-    return (1 - sigma) * MEAN, (1 - sigma) ** 2 * STD**2 + sigma**2
-
-
 # --- the step
-
-
-@torch.no_grad()
-def both(x, sigma, after):
-    """The latents where the Euler step of the Gaussian policy ends, and its velocities there."""
-    policy = exact()
-    cond = policy.encode(["0"] * len(x))
-    x = ode_step(x, policy.velocity(x, sigma.expand(len(x)), cond), sigma, after)
-    return x, policy.velocity(x, after.expand(len(x)), cond)
 
 
 @pytest.mark.parametrize("eta", [0.3, 0.9])
 def test_the_step_is_eulers_and_then_one_langevin_step_on_the_score_of_a_normal(eta):
     """Of N(m, var) the score is -(x - m) / var. Float64's rounding: 2.2e-16 times some tens."""
     x = torch.randn(5, 3, 1, 1, generator=torch.Generator().manual_seed(0)).double()
-    for sigma, after in STEPS:
-        landed, velocity = both(x, sigma, after)
+    policy = exact()
+    cond = policy.encode(["0"] * 5)
+    for sigma, after in pairwise(SIGMAS[:-1]):
+        with torch.no_grad():
+            landed = ode_step(x, policy.velocity(x, sigma.expand(5), cond), sigma, after)
+            velocity = policy.velocity(landed, after.expand(5), cond)
         step = langevin_kernel(eta)(landed, velocity, sigma, after)
-        (mean, variance), eps = marginal(after), (eta * after) ** 2 / 2
+        mean, variance = (1 - after) * MEAN, (1 - after) ** 2 * STD**2 + after**2
+        eps = (eta * after) ** 2 / 2
         assert_close(step.mean, landed - eps * (landed - mean) / variance, rtol=1e-12, atol=1e-13)
         assert_close(step.std, (2 * eps).sqrt(), rtol=1e-12, atol=0)
-
-
-def law_after(kernel_of, sigma, after, before=None):
-    """Mean and variance after a step from a normal, here the exact marginal unless given: a step is
-    linear, so two points and its std say all."""
-    x = torch.tensor([0.0, 1.0]).double().reshape(2, 1, 1, 1).expand(2, 3, 1, 1)
-    step, std = kernel_of(x, sigma, after)
-    at, slope = step[0, 0, 0, 0], (step[1] - step[0])[0, 0, 0]
-    mean, variance = before or marginal(sigma)
-    return at + slope * mean, slope**2 * variance + std**2
-
-
-def euler(x, sigma, after):
-    return both(x, sigma, after)[0], 0
-
-
-def corrected(eta):
-    def step(x, sigma, after):
-        landing = langevin_kernel(eta)(*both(x, sigma, after), sigma, after)
-        return landing.mean, landing.std
-
-    return step
-
-
-def sde(eta):
-    """The SDE's step with as much noise."""
-    return sde_with(lambda sigma, after: eta * after / (sigma - after).sqrt())
-
-
-def sde_with(diffusion):
-    @torch.no_grad()
-    def step(x, sigma, after):
-        policy = exact()
-        velocity = policy.velocity(x, sigma.expand(2), policy.encode(["0", "0"]))
-        landing = sde_step(x, velocity, sigma, after, diffusion(sigma, after))
-        return landing.mean, landing.std
-
-    return step
-
-
-def distance(law, sigma):
-    """Wasserstein's, of normals: (mean - mean')^2 + (std - std')^2, its root."""
-    (mean, variance), (m, v) = law, marginal(sigma)
-    return float(((mean - m) ** 2 + (variance.sqrt() - v**0.5) ** 2).sqrt())
-
-
-def test_the_law_after_a_step_is_the_closed_form_of_normals():
-    """The corrector maps N(m, v) to N(k m + eps m* / v*, k^2 v + 2 eps), k = 1 - eps / v*; m*, v*
-    are those of the marginal."""
-    for sigma, after in STEPS:
-        m, v = law_after(euler, sigma, after)
-        (mean, variance), eps = marginal(after), (0.7 * after) ** 2 / 2
-        k = 1 - eps / variance
-        found = torch.stack(law_after(corrected(0.7), sigma, after))
-        expected = torch.stack([k * m + eps * mean / variance, k**2 * v + 2 * eps])
-        assert_close(found, expected, rtol=1e-12, atol=1e-13)
-
-
-def test_a_small_corrector_brings_every_step_of_the_ode_nearer_to_the_marginal():
-    """The paper's theorem 1: at eta .2. At .7 its own error is larger than Euler's at some steps."""
-
-    def nearer(eta):
-        pairs = [
-            [distance(law_after(of, *step), step[1]) for of in (corrected(eta), euler)]
-            for step in STEPS
-        ]
-        return [with_noise < without for with_noise, without in pairs]
-
-    assert all(nearer(0.2)) and not all(nearer(0.7))
-
-
-def test_a_step_is_nearer_to_the_marginal_than_the_sdes_with_as_much_noise():
-    """The paper's theorem 2: at eta .9 at every step; at .1 its condition fails at some."""
-
-    def nearer(eta):
-        pairs = [
-            [distance(law_after(of(eta), *step), step[1]) for of in (corrected, sde)]
-            for step in STEPS
-        ]
-        return [ours < other for ours, other in pairs]
-
-    assert all(nearer(0.9)) and not all(nearer(0.1))
-
-
-def flow_grpos(x, sigma, after):
-    """Flow-GRPO's step at its default eta, of the grid of `kept_after`."""
-    grid = sigma_grid(10, 3.0).double()
-    return sde_with(lambda *_: flow_sde(grid, 0.7)(sigma))(x, sigma, after)
-
-
-@pytest.mark.parametrize(
-    ("kernel_of", "percent"), [(euler, 77.1), (corrected(0.7), 83.6), (flow_grpos, 85.8)]
-)
-def test_what_ten_steps_keep_of_the_std_of_the_images(kernel_of, percent):
-    """The last step is the ODE's."""
-    *noisy, last = pairwise(sigma_grid(10, 3.0).double())
-    law = None
-    for step in noisy:
-        law = law_after(kernel_of, *step, law)
-    _, variance = law_after(euler, *last, law)
-    assert 100 * float(variance.sqrt()) / STD == pytest.approx(percent, abs=0.05)
 
 
 # --- the loss

@@ -360,32 +360,6 @@ def test_dancegrpos_diffusion_is_the_same_at_every_sigma():
     assert_close(std, 0.3 * (sigmas[:-1] - sigmas[1:]).sqrt(), **rounding(4))
 
 
-def coefficients(kernel, sigma, sigma_next):
-    """(of the image, of the noise) in a step from x = (1 - sigma) image + sigma noise, where the
-    mean is linear in both."""
-    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-    image = kernel((1 - sigma) * one, -one, sigma, sigma_next)  # image 1, noise 0: v = -1
-    noise = kernel(sigma * one, one, sigma, sigma_next)
-    assert float(kernel(zero, zero, sigma, sigma_next).mean) == 0
-    return float(image.mean), math.hypot(float(noise.mean), float(noise.std))
-
-
-@pytest.mark.parametrize("eta", [0.2, 0.7, 0.95])
-def test_cps_preserves_the_coefficients_and_flow_sde_does_not(eta):
-    """From a point of the straight path the next one has 1 - sigma' of the image and sigma' of
-    noise, old and new together."""
-    sigmas = sigma_grid(10, 3.0).double()
-    excess, tiny = [], rounding(40, size=1.0, unit=FLOAT64)
-    for i in range(9):
-        image, noise = coefficients(cps_kernel(eta), sigmas[i], sigmas[i + 1])
-        assert image == near(1 - float(sigmas[i + 1]), tiny)
-        assert noise == near(float(sigmas[i + 1]), tiny)
-        image, noise = coefficients(sde_kernel(flow_sde(sigmas, eta)), sigmas[i], sigmas[i + 1])
-        assert image == near(1 - float(sigmas[i + 1]), tiny)
-        excess.append(noise / float(sigmas[i + 1]) - 1)
-    assert min(excess[1:]) > 0 and max(excess) > 0.05 * eta**2
-
-
 def kept(kernel_of, num_steps, shift, std=0.6):
     """The samples' share of the std of a Gaussian target. Its exact velocity is linear in x, so the
     variance is a recursion."""

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.flow_grpo import FlowCPS, FlowGRPO, FlowGRPOFast, GRPOGuard, TempFlowGRPO
+from g2rpo.algorithms.forward_process import DiffusionNFT
 from g2rpo.core.flow import cps_kernel, scheduler_grid, sigma_grid
 from g2rpo.core.noise import Normal, generator_for
 from g2rpo.core.objectives import kernel_kl
@@ -140,7 +141,9 @@ def tracked(rewards, whole_batch):
     return torch.from_numpy((groups - groups.mean(1, keepdims=True)) / (spread + 1e-4)).float()
 
 
-@pytest.mark.parametrize("kind", [FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, TempFlowGRPO])
+@pytest.mark.parametrize(
+    "kind", [FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, TempFlowGRPO, DiffusionNFT]
+)
 def test_flow_grpo_and_its_kin_normalise_as_published(kind):
     """Scores as small as PickScore / 26 in one group of SD3.5's: the 1e-4 is seen. Guard's and
     TempFlow's configs have global_std off."""

@@ -42,8 +42,6 @@ REFUSED = [
         ["algorithm.name=opsd", *LEARNED, "rewards.scene_clip=1", "policy.num_frames=5"],
         "none: scene_clip;",
     ),
-    (["rewards.scene_accuracy=0"], "every weight is 0"),
-    (["policy.height=128"], "scene_clip takes pictures of 64x64"),
 ]
 
 

@@ -109,25 +109,6 @@ def test_loss_and_gradient_are_the_closed_forms():
     assert row["loss"] == near(float(sum(losses) / len(losses)), rounding(200, size=1.0))
 
 
-def test_its_gradient_is_that_of_g2rpo_with_its_weights_on_the_same_samples():
-    """Where the ratio is 1, -w r and w |mean - x'|^2 / (2 std^2) have one gradient."""
-    taken = []
-    for own in (STEPS, ("algorithm.branch_steps=[0,2]", "algorithm.granularities=[1]", *SAMPLES)):
-        t, groups = groups_of(*own)
-        if not taken:
-            examples = groups.examples(t.advantages(groups))
-            w = torch.stack([example.advantages for example in examples])
-            assert (w > 0).any() and (w < 0).any()
-        t.learner.optimizer.register_step_pre_hook(
-            lambda *_, t=t: taken.append(t.policy.mean.grad.clone())
-        )
-        drawn = [t.x_next for rollout in groups.collected.rollouts for t in rollout.transitions]
-        taken.append(torch.stack(drawn))
-        t.learn_from(groups, w if t.algorithm.name == "g2rpo" else t.advantages(groups))
-    assert torch.equal(taken[0], taken[2])
-    torch.testing.assert_close(taken[1], taken[3], **ADDED)
-
-
 # --- the steps
 
 
