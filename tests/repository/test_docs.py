@@ -247,6 +247,12 @@ def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
         assert not missing, f"{missing} in: {sentence}"
 
 
+@any_page
+def test_numbers_are_written_as_programs_print_them(page):
+    """.94 beside a program's 0.94."""
+    assert not re.findall(r"(?<![\w\d/'\"\\\]).])[-+−±]?\.\d\S*", TEXTS[page])
+
+
 def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
     """One line for every file and folder of the package, and for the folders beside it; none for
     what is not there."""

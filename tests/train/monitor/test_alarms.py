@@ -96,9 +96,10 @@ def test_shares_are_averaged_over_a_window(name, key, limit):
 @pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
 def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
     page = (Path(__file__).parents[3] / "docs" / "alarms.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[
-        1
-    ] == f"{limit:.1f}".lstrip("0")
+    assert (
+        re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[1]
+        == f"{limit:.1f}"
+    )
 
 
 def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
