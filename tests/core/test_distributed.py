@@ -25,6 +25,7 @@ from tests.support.runs import (
     trainer,
     untimed,
 )
+from tests.support.tables import rows
 from tests.support.tolerances import adam, reordered
 from tests.support.variants import few
 
@@ -199,23 +200,14 @@ def test_dealt_items_are_the_whole_in_order():
 
 @pytest.mark.parametrize(
     ("overrides", "why"),
-    [
-        ("trainer.prompts_per_iteration=6", "6 cannot be divided evenly over 4 ranks; 4 or 8 can"),
-        (
-            "algorithm.branch_schedule=turns",
-            "2 .*each has one group in .*; set it to 4, or start 2",
-        ),
-        ("algorithm.branch_steps=[0,1,2]", "2 .*the 3 groups of a prompt cannot be divided over 2"),
-        (
-            "algorithm.branch_steps=[0,1] algorithm.update_every=branch",
-            "2 .*algorithm.update_every=branch takes an update from some groups",
-        ),
-        (
-            "algorithm.name=tempflow_grpo sampling.num_steps=5",
-            "2 .*the algorithm leaves out members without any advantage in all groups",
-        ),
-        ("algorithm.name=flow_grpo", "2 .*each has one group in an iteration; set it"),
-    ],
+    rows("""
+trainer.prompts_per_iteration=6 -> 6 cannot be divided evenly over 4 ranks; 4 or 8 can
+algorithm.branch_schedule=turns -> 2 .*each has one group in .*; set it to 4, or start 2
+algorithm.branch_steps=[0,1,2] -> 2 .*the 3 groups of a prompt cannot be divided over 2
+algorithm.branch_steps=[0,1] algorithm.update_every=branch -> 2 .*algorithm.update_every=branch takes an update from some groups
+algorithm.name=tempflow_grpo sampling.num_steps=5 -> 2 .*the algorithm leaves out members without any advantage in all groups
+algorithm.name=flow_grpo -> 2 .*each has one group in an iteration; set it
+"""),
 )
 def test_prompts_that_cannot_be_dealt_evenly_are_refused(overrides, why):
     with pytest.raises(UserError, match=f"prompts_per_iteration={why}"):

@@ -4,6 +4,7 @@ import pytest
 
 from g2rpo.core.errors import Stopped, UserError, did_you_mean, shown, where
 from g2rpo.core.plans import Plan
+from tests.support.tables import rows
 
 
 def test_near_matches_come_before_words_that_contain_it_before_all_that_are_known():
@@ -33,7 +34,7 @@ def test_a_message_points_into_own_code():
     """And not into the `__init__` that a dataclass generates, which has no file."""
     with pytest.raises(ValueError, match="branch <= merge") as error:
         Plan(1, 0, ())
-    assert where(error.value).endswith("test_errors.py:35: Plan(1, 0, ()))")
+    assert where(error.value).endswith("test_errors.py:36: Plan(1, 0, ()))")
 
 
 LONG = ("x" * 70_000, "ab cd, " * 10_000, 'it\'s "so" ' * 7_000, "'a " * 23_000, "\n" * 70_000)
@@ -58,20 +59,17 @@ def test_a_message_shows_the_begin_of_a_long_input_and_all_of_its_advice(kind, g
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("http://user:hunter2@host:1/v1", "http://***@host:1/v1"),
-        ("http:/user:hunter2@host", "http:/***@host"),
-        ("https://host/v1?key=hunter2hunter2&x=1", "https://host/v1?key=***&x=1"),
-        ("Authorization: Bearer abc.def-123", "Authorization: Bearer ***"),
-        ("got 'sk-proj-Abc123Abc123Abc123'", "got '***'"),
-        ("hf_abcdefghij1234567890", "***"),
-        ("endpoint.token=0123456789abcdef is", "endpoint.token=*** is"),
-        ("endpoint.token_env=MY_OPENAI_TOKEN", "endpoint.token_env=MY_OPENAI_TOKEN"),
-        (
-            "max_tokens=16000000000, hf_transfer_download",
-            "max_tokens=16000000000, hf_transfer_download",
-        ),
-    ],
+    rows("""
+http://user:hunter2@host:1/v1 -> http://***@host:1/v1
+http:/user:hunter2@host -> http:/***@host
+https://host/v1?key=hunter2hunter2&x=1 -> https://host/v1?key=***&x=1
+Authorization: Bearer abc.def-123 -> Authorization: Bearer ***
+got 'sk-proj-Abc123Abc123Abc123' -> got '***'
+hf_abcdefghij1234567890 -> ***
+endpoint.token=0123456789abcdef is -> endpoint.token=*** is
+endpoint.token_env=MY_OPENAI_TOKEN -> endpoint.token_env=MY_OPENAI_TOKEN
+max_tokens=16000000000, hf_transfer_download -> max_tokens=16000000000, hf_transfer_download
+"""),
 )
 def test_no_message_repeats_a_token(text, said):
     assert str(UserError(text)) == str(Stopped(text)) == said

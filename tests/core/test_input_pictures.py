@@ -31,6 +31,7 @@ from tests.support.runs import (
     picture,
     trainer,
 )
+from tests.support.tables import rows
 from tests.support.tolerances import near, rounding
 
 
@@ -132,13 +133,13 @@ def damaged(path, how):
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [
-        ("absent", "there is no such file"),
-        ("gif", "cannot be read as PNG, JPEG, WEBP"),
-        ("truncated", "cannot be read as PNG, JPEG, WEBP .*truncated"),
-        ("large", "has more than 80 pixels"),
-        ("bomb", "(has more than 80 pixels|cannot be read)"),
-    ],
+    rows("""
+absent -> there is no such file
+gif -> cannot be read as PNG, JPEG, WEBP
+truncated -> cannot be read as PNG, JPEG, WEBP .*truncated
+large -> has more than 80 pixels
+bomb -> (has more than 80 pixels|cannot be read)
+"""),
 )
 def test_unusable_pictures_are_refused_by_file_and_line(tmp_path, monkeypatch, how, message):
     monkeypatch.setattr(images, "MAX_PIXELS", 80)

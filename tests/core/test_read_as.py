@@ -7,6 +7,7 @@ from pydantic import Field
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import Section, read_as, read_lines_as
+from tests.support.tables import rows
 
 
 class Row(Section):
@@ -26,27 +27,29 @@ def test_a_file_that_fits(tmp_path):
     assert read_as(Row, path) == Row(name="a", steps=(1, 2), score=3.0)
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("", "no JSON"),
-        ('{"name": "a"', "no JSON"),
-        ("[]", "row.json"),
-        ("{}", "name"),
-        ('{"name": 1}', "name: Input should be a valid string, got 1"),
-        ('{"name": "a", "steps": ["x"]}', "steps.0"),
-        ('{"name": "a", "steps": [true]}', "steps.0"),
-        ('{"name": "a", "steps": [1, 2, 3, 4]}', "steps"),
-        ('{"name": "a", "score": Infinity}', "score"),
-        ('{"name": "a", "score": NaN}', "score"),
-        ('{"name": "a", "score": 1e999}', "score"),
-        ('{"name": "a", "other": 1}', "other"),
-        (b'{"name": "\xff"}', "UTF-8"),
-        ("[" * 100_000, "no JSON"),
-        (json.dumps({"name": "a", "score": 10**400}), "score"),
-        (r'{"name": "\ud800"}', "no JSON"),
-    ],
-)
+WRONG = r"""
+{"name": "a" -> no JSON
+[] -> row.json
+{} -> name
+{"name": 1} -> name: Input should be a valid string, got 1
+{"name": "a", "steps": ["x"]} -> steps.0
+{"name": "a", "steps": [true]} -> steps.0
+{"name": "a", "steps": [1, 2, 3, 4]} -> steps
+{"name": "a", "score": Infinity} -> score
+{"name": "a", "score": NaN} -> score
+{"name": "a", "score": 1e999} -> score
+{"name": "a", "other": 1} -> other
+{"name": "\ud800"} -> no JSON
+"""
+ODD = [
+    ("", "no JSON"),
+    (b'{"name": "\xff"}', "UTF-8"),
+    ("[" * 100_000, "no JSON"),
+    (json.dumps({"name": "a", "score": 10**400}), "score"),
+]
+
+
+@pytest.mark.parametrize(("content", "named"), [*rows(WRONG), *ODD])
 def test_other_files_are_one_message(tmp_path, content, named):
     path = written(tmp_path, content)
     with pytest.raises(UserError) as caught:

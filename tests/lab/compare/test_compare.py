@@ -4,6 +4,7 @@ command line."""
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
+from tests.support.tables import rows
 from tests.support.variants import few
 
 ONE = "one: algorithm.granularities=[1]"
@@ -132,32 +134,24 @@ def test_workers_share_the_cores_and_take_the_gpus_in_turn(monkeypatch):
     assert environment_of(1, 2) == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "3"}
 
 
-TWO = ["--cell", "a: x.eta=1", "--cell", "b: y.eta=1"]
-ALONE = ["--algorithms", "g2rpo"]
-REFUSED = [
-    ([], "nothing to compare"),
-    (["--algorithms", "g2rpo,mixgrop"], "mixgrop"),
-    (TWO, "cell a: recipe scenes: unknown key 'x'"),
-    (TWO, "cell b: recipe scenes: unknown key 'y'"),
-    (["--cell", "algorithm.eta=1"], "should be a name"),
-    (["--cell", "base: "], "cell base: a study has a folder of this name"),
-    (["--cell", "a: trainer.seed=1"], "trainer.seed of cell a belongs to the study"),
-    (["--cell", "a:", "--cell", "a:"], "two cells are named 'a'"),
-    (
-        ["--cell", "a:", "--cell", "b: policy.guidance_scale=5"],
-        "a and b would not be judged alike: policy.guidance_scale",
-    ),
-    (["--cell", "a: prompts.train='x"], "--cell 'a: prompts.train='x': No closing quotation"),
-    (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
-    (
-        [*ALONE, "--budget", "500"],
-        "--budget 500: should be iterations=NUMBER or evaluations=NUMBER",
-    ),
-    ([*ALONE, "--budget", "evaluations=9"], "g2rpo: a budget of 9 evaluations is below one"),
-    ([*ALONE, "--steps", "0"], "steps.0: input should be greater than or equal to 1"),
-    (["--algorithms", "g2rpo,mine.py:Mine"], "cell Mine: algorithm Mine"),
-    (["--algorithms", "g2rpo,mine.py:Mine"], "advantages should return shape"),
-]
+REFUSED = r"""
+--jobs 1 -> nothing to compare
+--algorithms g2rpo,mixgrop -> mixgrop
+--cell 'a: x.eta=1' --cell 'b: y.eta=1' -> cell a: recipe scenes: unknown key 'x'
+--cell 'a: x.eta=1' --cell 'b: y.eta=1' -> cell b: recipe scenes: unknown key 'y'
+--cell algorithm.eta=1 -> should be a name
+--cell 'base: ' -> cell base: a study has a folder of this name
+--cell 'a: trainer.seed=1' -> trainer.seed of cell a belongs to the study
+--cell a: --cell a: -> two cells are named 'a'
+--cell a: --cell 'b: policy.guidance_scale=5' -> a and b would not be judged alike: policy.guidance_scale
+--cell "a: prompts.train='x" -> --cell 'a: prompts.train='x': No closing quotation
+--cell 'a: budget=1.5' -> --cell a: budget=1.5: should be a positive number
+--algorithms g2rpo --budget 500 -> --budget 500: should be iterations=NUMBER or evaluations=NUMBER
+--algorithms g2rpo --budget evaluations=9 -> g2rpo: a budget of 9 evaluations is below one
+--algorithms g2rpo --steps 0 -> steps.0: input should be greater than or equal to 1
+--algorithms g2rpo,mine.py:Mine -> cell Mine: algorithm Mine
+--algorithms g2rpo,mine.py:Mine -> advantages should return shape
+"""
 OWN_ALGORITHM = """
 from dataclasses import dataclass
 from g2rpo.algorithms.g2rpo import GranularGRPO
@@ -169,13 +163,13 @@ class Mine(GranularGRPO):
 """
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+@pytest.mark.parametrize(("words", "message"), rows(REFUSED))
 def test_wrong_input_is_one_message_before_the_first_run(
-    capsys, tmp_path, monkeypatch, arguments, message
+    capsys, tmp_path, monkeypatch, words, message
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN_ALGORITHM)
-    assert message in refused(capsys, "compare", "scenes", *arguments, "--out", "study")
+    assert message in refused(capsys, "compare", "scenes", *shlex.split(words), "--out", "study")
     assert not (tmp_path / "study").exists()
 
 

@@ -16,6 +16,7 @@ from g2rpo.lab.plan.models import RewardCost
 from g2rpo.lab.plan.plan import _cautions
 from tests.support.commands import done, refused
 from tests.support.runs import config, fits
+from tests.support.tables import rows
 
 
 def told(capsys, *arguments):
@@ -108,26 +109,20 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     assert prompts * least < mean < prompts * most
 
 
-REFUSED = [
-    (["flux1-dev-hps", "--device", "h210"], "h200"),
-    (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),
-    (
-        ["flux1-dev-hps", "--ranks", "12"],
-        "--ranks-per-node 8: 12 ranks do not fill such nodes; give a divisor of 12",
-    ),
-    (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
-    (["TINY", "policy.height=33"], "multiples of 4"),
-    (
-        ["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"],
-        "is a FluxPipeline, but this recipe is for a",
-    ),
-    (["scenes", "policy.path=/no/such/model"], "is no directory"),
-]
+REFUSED = """
+flux1-dev-hps --device h210 -> h200
+flux1-dev-hps --ranks 3 -> cannot be divided evenly over 3 ranks
+flux1-dev-hps --ranks 12 -> --ranks-per-node 8: 12 ranks do not fill such nodes; give a divisor of 12
+flux1-dev-hps trainer.sharding=full -> plan for them with --ranks
+TINY policy.height=33 -> multiples of 4
+sd35-medium-lora policy.path=black-forest-labs/FLUX.1-dev -> is a FluxPipeline, but this recipe is for a
+scenes policy.path=/no/such/model -> is no directory
+"""
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_wrong_input_is_one_message_and_exit_2(capsys, tiny_config, arguments, message):
-    arguments = [tiny_config if word == "TINY" else word for word in arguments]
+@pytest.mark.parametrize(("words", "message"), rows(REFUSED))
+def test_wrong_input_is_one_message_and_exit_2(capsys, tiny_config, words, message):
+    arguments = words.replace("TINY", str(tiny_config)).split()
     assert message in refused(capsys, "plan", *arguments)
 
 
@@ -137,10 +132,10 @@ def test_cards_that_are_too_small_say_so(capsys, tiny_config, monkeypatch):
     small = cards.Card("a small card", 1.0, 10, 5, 100, 100, 10, True, "none")
     monkeypatch.setitem(cards.CARDS, "small", small)
     own = "policy.dtype=bfloat16", "evaluation.every_minutes=9"
-    rows = told(capsys, tiny_config, *own, "--cards")
-    assert rows["h100"]["fits"] and rows["h100"]["overrides"] == []
-    assert not rows["small"]["fits"] and rows["small"]["overrides"] is None
-    assert any("that the clock adds are not counted" in note for note in rows["h100"]["notes"])
+    fitting = told(capsys, tiny_config, *own, "--cards")
+    assert fitting["h100"]["fits"] and fitting["h100"]["overrides"] == []
+    assert not fitting["small"]["fits"] and fitting["small"]["overrides"] is None
+    assert any("that the clock adds are not counted" in note for note in fitting["h100"]["notes"])
 
 
 @pytest.mark.parametrize(("name", "said"), [("refl", True), ("g2rpo", False)])

@@ -8,6 +8,7 @@ import torch
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.train.evaluation import heldout as scores
+from tests.support.tables import rows
 from tests.support.tolerances import EXACT
 
 NAN = math.nan
@@ -29,24 +30,22 @@ def test_a_table_has_exactly_the_scores_that_were_written(tmp_path):
     assert scores.right_of(scores.score_rows(prompts, SCORES)) is None
 
 
-ROW = '{"index": 0, "prompt": "a", "scores": {"a": 1}}'
+DAMAGED = r"""
+{} -> line 1: index: Field required
+{"index": 0, "prompt": "a", "scores": {"a": "b"}} -> line 1: scores.a: Input should be a valid number, got 'b'
+{"index": 0, "prompt": "a", "scores": {"a": 1e39}} -> line 1: scores.a: Input should be less than
+{"index": -1, "prompt": "a", "scores": {"a": 1}} -> line 1: index: Input should be greater than
+ROW\n{"index": 0, "prompt": "a", "scores": {"b": 1}} -> line 2: has other scores than the first
+ROW\n{"index": 0, "prompt": "a", "scores": {"a": 1}, "right": true} -> line 2: has other scores than the first
+{ -> line 1: is no JSON
+ABSENT -> cannot be read
+"""
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{}", "line 1: index: Field required"),
-        (ROW.replace("1}", '"b"}'), "line 1: scores.a: Input should be a valid number, got 'b'"),
-        (ROW.replace("1}", "1e39}"), "line 1: scores.a: Input should be less than"),
-        (ROW.replace(": 0", ": -1"), "line 1: index: Input should be greater than"),
-        (f"{ROW}\n" + ROW.replace('"a": 1', '"b": 1'), "line 2: has other scores than the first"),
-        (f"{ROW}\n" + ROW[:-1] + ', "right": true}', "line 2: has other scores than the first"),
-        ("{", "line 1: is no JSON"),
-        (None, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), rows(DAMAGED))
 def test_a_damaged_table_is_refused(tmp_path, text, said):
-    if text is not None:
+    text = text.replace("ROW", '{"index": 0, "prompt": "a", "scores": {"a": 1}}')
+    if text != "ABSENT":
         (tmp_path / "t.jsonl").write_text(text + "\n")
     with pytest.raises(UserError, match=rf"t\.jsonl(,|:) {said}.*; put the file back"):
         scores.read_rows(tmp_path / "t.jsonl")
