@@ -225,6 +225,7 @@ evaluate RUN --model testbed -> name a run, or a pipeline with --model
 evaluate --model testbed --num_prompts 3 -> --num-prompts
 evaluate --model testbed --num-steps 3 -> without dashes: KEY=VALUE
 evaluate --model testbed --rewards my.py:f -> is code; write f:
+plan scenes --cards 8 -> `--ranks 8` plans on several
 plan scenes --ranks 6 --ranks-per-node 4 -> 6 ranks do not fill such nodes
 compare scenes --algorithms g2rpo --steps 10,300 -> less than or equal to 250
 compare scenes --algorithms g2rpo alarms.action=stop -> may end a run of the study early

@@ -14,13 +14,15 @@ from g2rpo.core.statistics import (
     group_std,
     in_proportion,
     interval,
+    interval_of_scores,
     paired,
+    possible,
     ranks,
     rise,
     spearman,
 )
 
-NAN = math.nan
+NAN, INF = math.nan, math.inf
 
 
 def sample(count, seed=0, scale=2.0):
@@ -88,6 +90,27 @@ def test_an_interval_is_shown_where_there_is_one():
     assert shown == ("2.000", "+0.500 ± 0.000")
     assert f"{interval([0.5] * 8).within(0.5, 0.6):+}" == "+0.500 ± 0.000"
     assert f"{interval([0.0, 1.0] * 4).within(0.0, 0.6)}" == "0.500 [0.053, 0.600]"
+
+
+@pytest.mark.parametrize(
+    ("scores", "low", "high"),
+    [
+        ([0.0, 1.0, 1.0], 0, 1),
+        ([0.5, 1.0, NAN], -INF, 1),
+        ([0.0, 0.5], 0, INF),
+        ([0.2, 0.3], -INF, INF),  # of which no end is known
+        ([-1.0, 0.0, 1.0], -INF, INF),
+        ([0.0, 1.0, 7.0], -INF, INF),
+        ([NAN], -INF, INF),
+    ],
+)
+def test_intervals_of_scores_from_0_to_1_stay_there(scores, low, high):
+    """0.938 [0.804, 1.071] of a share, and rises by more than is left."""
+    assert possible(torch.tensor(scores)) == (low, high)
+    tuned = torch.tensor([1.0] * 15 + [0.0])
+    assert interval_of_scores(tuned).high == 1
+    assert paired(torch.tensor([1.0, 0.0] * 8), tuned).change.high == 0.5
+    assert paired(tuned, 2 * tuned).change.high > 1
 
 
 def test_a_rise_is_that_of_the_least_squares_line_with_its_interval():

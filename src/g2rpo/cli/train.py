@@ -131,6 +131,8 @@ def plan(
     """Estimate a run's compute, memory and time before launching it."""
     from g2rpo.cli.plan import planned_answer
 
+    if cards and (many := [word for word in overrides or [] if word.isdigit()]):
+        raise UserError(f"--cards is about each kind of card; `--ranks {many[0]}` plans on several")
     gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
     try:
         plain, show = planned_answer(

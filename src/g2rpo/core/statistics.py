@@ -181,16 +181,16 @@ def paired(
     before: ArrayLike | Tensor, after: ArrayLike | Tensor, *, share: bool = False
 ) -> Comparison:
     """Values [N] of prompts, or [S, N] of training seeds by prompts, against others of the same; in
-    float64; only those that have both count. The interval is that of `interval`, of a `share` no
-    wider than it can be."""
+    float64; only those that have both count. The interval is that of `interval`, no wider than it can
+    be (`possible`; of a `share` 0 to 1)."""
     wide = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
     base, tuned = torch.broadcast_tensors(*wide)
     if base.ndim == 2 and len(base) == 1:
         base, tuned = base[0], tuned[0]
     change, both = interval(tuned - base), ~(base.isnan() | tuned.isnan())
     means = float(base[both].mean()), float(tuned[both].mean())
-    if share:
-        change = change.within(0.0 - means[0], 1 - means[0])
+    low, high = (0.0, 1.0) if share else possible(torch.stack([base, tuned]))
+    change = change.within(low - means[0], high - means[0])
     if base.ndim == 2:  # their values are not independent
         spread = float(group_std(base.where(both, torch.nan)).nanmean())
         count = int(both.any(0).sum())
@@ -200,6 +200,21 @@ def paired(
     error = float((tuned - base).std()) / math.sqrt(len(base)) if several else math.nan
     spread = float(base.std()) if several else math.nan
     return Comparison(*means, error, len(base), spread, share, 1, change)
+
+
+def possible(scores: ArrayLike | Tensor) -> tuple[float, float]:
+    """The ends that a mean of such scores can have: 0 and 1, where scores between these reach them,
+    and else none."""
+    every = torch.as_tensor(scores, dtype=torch.float64)
+    every = every[~every.isnan()]
+    if not len(every) or every.min() < 0 or every.max() > 1:
+        return -math.inf, math.inf
+    return 0.0 if every.min() == 0 else -math.inf, 1.0 if every.max() == 1 else math.inf
+
+
+def interval_of_scores(scores: Tensor) -> Interval:
+    """The `interval` of their mean, no wider than it can be."""
+    return interval(scores).within(*possible(scores))
 
 
 def interval(

@@ -25,7 +25,7 @@ from g2rpo.core.files import Inside, digest_of, write_whole
 from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import Count, as_json, read_as
 from g2rpo.core.rewards import Reward
-from g2rpo.core.statistics import interval, paired
+from g2rpo.core.statistics import interval_of_scores, paired
 from g2rpo.core.types import Policy
 from g2rpo.lab.untrained import Controls, against_controls
 from g2rpo.rewards.catalogue import RewardTable
@@ -260,7 +260,7 @@ class Judging(Evaluator):
             for name in self.config.rewards:
                 of = {side: by_name[name] for side, by_name in scores.items()}
                 line: Row = {"steps": steps, "reward": name}
-                line |= {side: interval(own) for side, own in of.items()}
+                line |= {side: interval_of_scores(own) for side, own in of.items()}
                 if len(of) == 2:
                     line["change"] = paired(of["base"], of["tuned"]).change
                 table.append(line)

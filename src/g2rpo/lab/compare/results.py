@@ -18,7 +18,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
-from g2rpo.core.statistics import Interval, interval, paired
+from g2rpo.core.statistics import Interval, interval_of_scores, paired
 from g2rpo.lab.compare.study import Study, StudyDirectory
 from g2rpo.lab.judging import EvaluationDirectory, JudgedSteps
 from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs
@@ -129,7 +129,7 @@ def lines(bases: Mapping[str, Judged], cells: Mapping[str, Judged]) -> list[Row]
             "cell": name,
             "steps": steps,
             "reward": reward,
-            "tuned": interval(judged[steps, reward]),
+            "tuned": interval_of_scores(judged[steps, reward]),
             "change": paired(bases[name][steps, reward], judged[steps, reward]).change,
             "lead": paired(first[steps, reward], judged[steps, reward]).change,
         }
