@@ -94,12 +94,6 @@ SOURCES = {
         {"verl_omni/trainer/diffusion/diffusion_algos.py": "375-443"},
         f"{TESTS}/test_flow_dppo.py",
     ),
-    "Flow-DPO": Source(
-        "yifan123/flow_grpo",
-        "ac4c86e",
-        {"scripts/train_sd3_dpo.py": "924-939"},
-        "tools/beside_published.py",
-    ),
 }
 
 

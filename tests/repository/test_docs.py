@@ -288,7 +288,7 @@ def test_what_the_page_of_the_architecture_finds_is_there():
     assert all((ROOT / "src" / "g2rpo" / file).is_file() for file in way)
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "studies"])
+@pytest.mark.parametrize("folder", ["benchmarks", "studies", "tools"])
 def test_the_index_of_a_folder_has_its_scripts_and_pages_and_these_its_results(folder):
     pages = [page for page in PAGES if page.is_relative_to(ROOT / folder)]
     index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
@@ -296,7 +296,7 @@ def test_the_index_of_a_folder_has_its_scripts_and_pages_and_these_its_results(f
     scripts = {script.stem for script in (ROOT / folder).glob("*.py")} - {"__init__"}
     assert not [name for name in scripts if not re.search(rf"\b{name}\b", index)]
     assert not [page.name for page in pages if page.stem != "README" and page.name not in text]
-    results = [path.name for path in (ROOT / folder / "results").iterdir()]
+    results = [path.name for path in (ROOT / folder / "results").glob("*")]
     assert not [name for name in results if name not in text]
 
 

@@ -1,6 +1,6 @@
 """Random GenEval tasks, pictures and detections, and a small CLIP that knows colours: for
-tools/record_geneval_oracle.py, which runs upstream's scoring on them, and for the tests, which run
-ours. Needs only NumPy and Pillow."""
+tools/record_geneval_oracle.py of commit 2328955a, which ran upstream's scoring on them, and for the
+tests, which run ours. Needs only NumPy and Pillow."""
 
 import zlib
 from functools import cache

@@ -25,7 +25,7 @@ TOKENIZER = str(FIXTURES / "clip_tokenizer")
 
 
 def oracle(name):
-    """What was recorded of an upstream package (tools/record_reward_oracles.py)."""
+    """What was recorded of an upstream package (studies/reward_parity.md)."""
     return json.loads((FIXTURES / f"{name}.json").read_text())
 
 

@@ -1,5 +1,5 @@
 """Fixed weights, pictures and prompts, shared by the parity tests and by
-tools/record_reward_oracles.py.
+tools/record_reward_oracles.py of commit 2328955a.
 
 Nothing is stored: a weight is drawn from a seed made of its name and shape, with NumPy's legacy
 RandomState, whose streams NumPy has frozen. So upstream's class (in its own environment) and ours

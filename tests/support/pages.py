@@ -34,6 +34,7 @@ PAGES = [
     ROOT / ".github/CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "benchmarks/README.md",
+    ROOT / "tools/README.md",
     *sorted((ROOT / "benchmarks/results").glob("*.md")),
     *sorted(page for page in (ROOT / "studies").glob("*.md") if page.stem != "LOG"),
     *sorted((ROOT / "studies/results").glob("*.md")),

@@ -116,7 +116,7 @@ class FlowGRPO(GRPO):
     def kl_penalty(self, kl: Tensor, steps: TakenSteps) -> Tensor:
         """The published code's |mean - mean_base|^2 / (2 g^2). The paper's Eq. 14 is the KL itself,
         with std^2 = g^2 |dsigma|, for which early code took `kl_weight` 0.004 (PickScore 0.001):
-        `studies.paper_flow_grpo`."""
+        studies/five_algorithms.md."""
         return kl * steps.dsigma
 
 
