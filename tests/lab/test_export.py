@@ -157,7 +157,7 @@ SAVED = [kind for kind in CLASSES if kind != "QwenImage21Pipeline"]
 def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapter(kind, tmp_path):
     """But for the order in which diffusers adds the products of a low rank."""
     pipeline = tiny_pipeline(kind)
-    pipeline.save_pretrained(tmp_path / "model")
+    pipeline.save_pretrained(str(tmp_path / "model"))
     length = 24 if "max_sequence_length" in parameters_of(type(pipeline)) else ""
     run, policy = finished(
         tmp_path / "a", tmp_path / "model", *LORA, f"policy.max_sequence_length={length}"

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
-import diffusers
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FluxPipeline, UniPCMultistepScheduler
@@ -24,6 +23,7 @@ from g2rpo.core.noise import generator_for
 from g2rpo.lab.check_model import CHECKED_STEPS, REMEDIES, checks, drawn_by, prompts_for, reported
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast, check_options, choose_attention, read_pipeline
 from g2rpo.models.spec import PICTURE_SIZES, parameters_of
@@ -118,7 +118,7 @@ def size_of(kind):
     size = dict(SIZE)
     if kind in ("LTXPipeline", "SanaPipeline", "QwenImage21Pipeline"):
         size["width"] = 64
-    if "max_sequence_length" not in parameters_of(getattr(diffusers, kind)):
+    if "max_sequence_length" not in parameters_of(pipeline_class(kind)):
         del size["max_sequence_length"]
     if SPECS[kind].video:
         size["num_frames"] = 5 if kind == "HunyuanVideoPipeline" else FRAMES

@@ -1,6 +1,5 @@
 """Prompts of which text encoders read only the beginning are told of, whatever the encoders."""
 
-import diffusers
 import pytest
 import torch
 from PIL import Image
@@ -8,6 +7,7 @@ from PIL import Image
 from g2rpo.core.data import Prompt
 from g2rpo.models import load
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.spec import parameters_of
 from g2rpo.models.text import TextEncoders, tokens_read, warn_of_long
@@ -28,7 +28,7 @@ def test_what_is_said_to_be_left_out_changes_nothing(kind, tmp_path):
     """Of an encoder whose template, special tokens or cut behind it are not counted: the next word
     after the last one that is read changes the embeddings, or the last one does not."""
     size = {"height": 64, "width": 64, "dtype": "float32"}
-    if "max_sequence_length" in parameters_of(getattr(diffusers, kind)):
+    if "max_sequence_length" in parameters_of(pipeline_class(kind)):
         size["max_sequence_length"] = 24
     text = TextEncoders(tiny_pipeline(kind), SPECS[kind], PolicyConfig(path="", **size), "cpu")
     Image.new("RGB", (64, 64)).save(tmp_path / "in.png")

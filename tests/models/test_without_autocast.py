@@ -1,7 +1,6 @@
 """`policy.autocast=false`: calls as diffusers' pipelines make them, with adapters rounded as
 autocast rounds them."""
 
-import diffusers
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from g2rpo.lab.check_model import drawn_by
 from g2rpo.models.blueprint import build_on_meta, read_blueprint, size_of
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.load import build_policy
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import read_pipeline
 from tests.support import policies
@@ -98,7 +98,7 @@ def test_what_loading_in_bfloat16_leaves_in_float32_is_not_rounded(kind, tuning,
     pipeline's own to the bit."""
     tiny_pipeline(kind).save_pretrained(tmp_path)
     options = {**SIZE, "autocast": False, "guidance_scale": 0.0, **options}
-    pipeline = read_pipeline(getattr(diffusers, kind), tmp_path, torch.bfloat16)
+    pipeline = read_pipeline(pipeline_class(kind), tmp_path, torch.bfloat16)
     config = PolicyConfig(path="", **options)
     own = drawn_by(pipeline, SPECS[kind], config, [Prompt("a red circle")])
     policy = policies.load(tmp_path, **options, tuning=tuning)

@@ -5,6 +5,7 @@ import torch
 
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import read_pipeline
 
@@ -20,7 +21,7 @@ def make(kind, pipeline, *, tuning="lora", device="cpu", keep_base=True, shardin
 def load(folder, *, dtype=torch.float32, tuning="lora", **options):
     """The policy of the pipeline in a folder."""
     name = diffusers.DiffusionPipeline.load_config(str(folder))["_class_name"]
-    pipeline = read_pipeline(getattr(diffusers, name), folder, dtype, tuning)
+    pipeline = read_pipeline(pipeline_class(name), folder, dtype, tuning)
     return make(DiffusersPolicy.of(SPECS[name]), pipeline, dtype=dtype, tuning=tuning, **options)
 
 

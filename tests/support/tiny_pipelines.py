@@ -11,6 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 
 from g2rpo.models import catalogue
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.modular import pipeline_class
 from tests.support.tiny import (
     BLOCKS,
     WORDS,
@@ -638,6 +639,34 @@ def qwen_image_21():
     )
 
 
+def flux3(distilled=False):
+    """The text encoder's eight layers are those that the pipeline reads."""
+    transformer = diffusers.Flux3Transformer2DModel(
+        in_channels=16,
+        cond_in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8 * 16,
+        timestep_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        flow_map=distilled,
+    )
+    louder(transformer.proj_out, 0.3)
+    words = chat_tokenizer()
+    words.tokenizer = words  # as a processor has it
+    config = qwen3_vl(len(WORDS))
+    config.text_config.num_hidden_layers = 33
+    kind = "Flux3DistilledModularPipeline" if distilled else "Flux3ModularPipeline"
+    return pipeline_class(kind)(
+        text_encoder=transformers.Qwen3VLForConditionalGeneration(config),
+        tokenizer=words,
+        transformer=transformer,
+        vae=flux2_vae(),
+    )
+
+
 def bria():
     """A class that the catalogue does not describe: the example of docs/extending.md."""
     transformer = diffusers.BriaTransformer2DModel(
@@ -694,6 +723,7 @@ MAKERS = {
     "QwenImage21Pipeline": qwen_image_21,
     "HunyuanVideoPipeline": hunyuan_video,
     "HunyuanVideo15Pipeline": hunyuan_video_15,
+    "Flux3ModularPipeline": flux3,
     "BriaPipeline": bria,
     "PRXPipeline": prx,
 }
@@ -722,5 +752,5 @@ def tiny_pipeline(kind, seed=0):
 
 
 def save_tiny(kind, directory):
-    tiny_pipeline(kind).save_pretrained(directory, safe_serialization=True)
+    tiny_pipeline(kind).save_pretrained(str(directory), safe_serialization=True)
     return directory

@@ -21,14 +21,15 @@ from g2rpo.models.adapters import Adapter, check_fit
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.load import Pipeline, check_pipeline, find_pipeline, policy_class
 from g2rpo.models.meta import Uninitialised, on_meta
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import (
-    INDEX,
     LARGEST_NUMBER,
     MODELS,
     options_in,
     parts_in,
     read_file,
+    read_index,
 )
 from g2rpo.models.pipelines import Shapes, keep_two_blocks
 from g2rpo.models.published import Part
@@ -46,9 +47,8 @@ class Blueprint:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of its index that are no parts, such as is_distilled."""
     text_tokens: int | None = None
-    scheduler: Mapping[str, Any] = field(
-        default_factory=lambda: {"_class_name": "FlowMatchEulerDiscreteScheduler"}
-    )
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """The config of its scheduler, if it is known."""
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
@@ -68,7 +68,7 @@ def blueprint_of(found: Pipeline) -> Blueprint:
     path, kind = found.path, found.kind
     if found.default_policy:
         refuse(found.faults_of_files())
-    index = read_file(path, INDEX, download=True)
+    index = read_index(path, download=True)
     models = {name: entry for name, entry in parts_in(index).items() if name.startswith(MODELS)}
     parts = {
         name: (f"{library}:{kind}", read_file(path, f"{name}/config.json", download=True))
@@ -80,7 +80,11 @@ def blueprint_of(found: Pipeline) -> Blueprint:
         if "tokenizer" in index
         else {}
     )
-    scheduler = read_file(path, "scheduler/scheduler_config.json", download=True)
+    scheduler = (
+        read_file(path, "scheduler/scheduler_config.json", download=True)
+        if "scheduler" in index
+        else {}
+    )
     clip_tokens = min(words.get("model_max_length", 77), LARGEST_NUMBER)  # some say 10^30
     return Blueprint(kind, parts, clip_tokens, options_in(index), scheduler=scheduler)
 
@@ -140,20 +144,19 @@ def _built(
 ) -> DiffusersPolicy:
     import diffusers
 
-    pipeline_class = getattr(diffusers, blueprint.kind)
-    parameters = inspect.signature(pipeline_class).parameters.values()
+    made = pipeline_class(blueprint.kind)
+    parameters = inspect.signature(made).parameters.values()
     absent: dict[str, Any] = {
         each.name: None for each in parameters if each.default is inspect.Parameter.empty
     }  # tokenizers, and the like
     stand_ins = {"guider": diffusers.ClassifierFreeGuidance, "processor": _Anything}
     absent |= {name: stand_ins[name]() for name in stand_ins.keys() & absent.keys()}
     with loading(f"policy.path={config.path}: its parts make no {blueprint.kind}"):
-        scheduler = getattr(diffusers, blueprint.scheduler["_class_name"]).from_config(
-            blueprint.scheduler
-        )
-        pipeline = pipeline_class(
-            **{**absent, **blueprint.options, **modules, "scheduler": scheduler}
-        )
+        if "scheduler" in absent or blueprint.scheduler:  # a modular pipeline may have its own
+            config_of = {"_class_name": "FlowMatchEulerDiscreteScheduler", **blueprint.scheduler}
+            kind_of = getattr(diffusers, config_of["_class_name"])
+            absent["scheduler"] = kind_of.from_config(config_of)
+        pipeline = made(**{**absent, **blueprint.options, **modules})
     # no kernel runs here, but "math" has the scores as a tensor
     kind = "math" if config.attention == "math" else "auto"
     config = config.model_copy(update={"attention": kind, "compile": False})

@@ -87,6 +87,17 @@ klein = replace(
     distilled=lambda pipeline: getattr(pipeline.config, "is_distilled", False),
 )
 
+# windows of 80 tokens, whose padding the network attends to; the block that rewrites prompts is left out
+flux3 = PipelineSpec(
+    pipeline_class="Flux3ModularPipeline",
+    encoded=("prompt_embeds", "negative_prompt_embeds"),
+    widths={"prompt_embeds": ("joint_attention_dim",)},
+    ragged=("prompt_embeds",),
+    tokens=560,
+    guidance=3.5,
+    guider=True,
+)
+
 qwen_image = PipelineSpec(  # guided velocities have the norm of the prompt's, token by token
     pipeline_class="QwenImagePipeline",
     encoded=("prompt_embeds", "prompt_embeds_mask"),
@@ -271,6 +282,10 @@ hunyuan_video_15 = PipelineSpec(
     fps=lambda pipeline: 24,
     patched=True,
 )
+
+FLOW_MAPS = ("Flux3DistilledModularPipeline",)
+"""Pipelines of flow maps: their network is also given the time to which a step goes, so a stochastic
+step, or one of another size, would ask for another function than was distilled."""
 
 SPECS: Mapping[str, PipelineSpec] = {
     value.pipeline_class: value

@@ -22,6 +22,7 @@ from g2rpo.models import catalogue, hub, pipelines, quantized
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import CachedEncoder, Stored, encode_ahead, open_store
 from g2rpo.models.meta import few_modules
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import (
     INDEX,
@@ -29,10 +30,11 @@ from g2rpo.models.pipeline_files import (
     check_adapters,
     class_in,
     faults_of_files,
+    index_of,
     missing_parts,
     options_in,
     parts_in,
-    read_file,
+    read_index,
 )
 from g2rpo.models.pipelines import check_options, read_pipeline
 from g2rpo.models.sharding import Sharded
@@ -66,7 +68,7 @@ class Pipeline:
         """Its folder on this machine, which may be one of the hub's local cache."""
         if os.path.isdir(self.path):
             return Path(self.path)
-        index = hub.cached(self.path, INDEX)
+        index = index_of(self.path)
         return None if index is None else index.parent
 
     @property
@@ -117,7 +119,7 @@ class Pipeline:
         root = Path(self.path)
         if not root.is_dir():
             return {"pipeline": self.kind, "hub": self.path, "commit": self.commit}
-        index = read_file(self.path, INDEX)
+        index = read_index(self.path)
         folders = [root / part for part in parts_in(index) if reads(part)]
         content = digests.of_folders(root, folders)
         return {"pipeline": self.kind, "content": content, "options": options_in(index)}
@@ -146,14 +148,12 @@ class Pipeline:
     ) -> Loaded:
         """Reads it into host memory. `tuning` replaces the options' ("frozen" for sampling);
         `keep_base` is needed by a KL term under full fine-tuning."""
-        import diffusers
-
         options, tuning = self.options, tuning or self.options.tuning
         device = pick_device(options.device)
         setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
         with _loading(self.name):
             read = read_pipeline(
-                getattr(diffusers, self.spec.pipeline_class),
+                pipeline_class(self.spec.pipeline_class),
                 self.path,
                 getattr(torch, options.dtype),
                 tuning,
@@ -294,7 +294,7 @@ def location_of(name: str) -> tuple[str, str]:
     path = str(local(name))
     # unlike those of `Path`, these functions do not raise for names that are too long
     here = os.path.isdir(path)
-    if here and not os.path.isfile(os.path.join(path, INDEX)):
+    if here and index_of(path) is None:
         raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
     if not here and not is_hub_id(name):
         raise UserError(
@@ -307,6 +307,11 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
     """UserError for a pipeline class without a policy, unless policy.kind is `chosen`, and for one
     that is not `expected`."""
     said = f"policy.path={name}: is a {kind}"
+    if chosen is None and kind in catalogue.FLOW_MAPS:
+        raise UserError(
+            f"{said}, a flow map: its velocity depends on the time to which a step goes, which noise and other step sizes "
+            "change. Train the base model; the distilled one loads its adapter with load_lora_weights"
+        )
     if chosen is None and kind not in catalogue.pipeline_names():
         own = "docs/extending.md declares another flow pipeline in a file, and `g2rpo check-model` tries it"
         raise UserError(
@@ -319,9 +324,9 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
 
 def _hub_class(name: str) -> str:
     # the folders of a pipeline; beside them are often the same weights in one file
-    fetch = f"hf download {name} --include '*/*' --include {INDEX}"
+    fetch = f"hf download {name} --include '*/*' --include '*{INDEX}'"
     hint = f"`{fetch}` fetches it (after `hf auth login` for a gated model), or policy.path=FOLDER names one that you have"
-    why = None if hub.cached(name, INDEX) is not None else hub.obstacle(name)
+    why = None if index_of(name) is not None else hub.obstacle(name)
     if why is not None:
         raise UserError(f"policy.path={name}: is no local directory, and {why}\n{hint}")
     before = f"policy.path={name}: is no local directory, and the hub does not give it: "

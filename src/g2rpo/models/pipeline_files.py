@@ -4,12 +4,13 @@ weights that are loaded."""
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import file_exists, hf_hub_download
 from pydantic import AfterValidator, BaseModel, Field
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 MODELS = ("transformer", "vae", "text_encoder")
 """Name prefixes of pipeline components with weights."""
-INDEX = "model_index.json"
+INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 LARGEST_NUMBER = 2**24
 """The largest whole number of a config. Vocabularies and lengths of texts are smaller, and a loop
 over more takes minutes."""
@@ -101,11 +102,36 @@ def read_file(pipeline: str, file: str, *, download: bool = False) -> dict[str, 
         return parse_as(Entries, text)
 
 
+def index_of(pipeline: str) -> Path | None:
+    """The index in a pipeline's folder or in the hub's local cache, of a modular pipeline its own;
+    None: there is none."""
+    names = (INDEX, MODULAR_INDEX)
+    if not os.path.isdir(pipeline):
+        return hub.cached(pipeline, *names)
+    return next((path for path in (Path(pipeline, name) for name in names) if path.is_file()), None)
+
+
+def read_index(pipeline: str, *, download: bool = False) -> dict[str, Any]:
+    """The index of a pipeline as `read_file` reads it, each part with its library and class."""
+    found = index_of(pipeline)
+    name = INDEX if found is None else found.name
+    if found is None and download:
+        with placed(f"policy.path={pipeline}: ", OSError):
+            name = INDEX if file_exists(pipeline, INDEX) else MODULAR_INDEX
+    entries = read_file(pipeline, name, download=download)
+    return {
+        part: entry[2].get("type_hint")
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
+        else entry
+        for part, entry in entries.items()
+    }
+
+
 def class_in(pipeline: str) -> str:
     """The class of a pipeline; UserError if its index names none."""
-    kind = read_file(pipeline, INDEX, download=True).get("_class_name")
+    kind = read_index(pipeline, download=True).get("_class_name")
     if not isinstance(kind, str):
-        raise UserError(f"policy.path={pipeline}: its model_index.json names no pipeline class")
+        raise UserError(f"policy.path={pipeline}: its index names no pipeline class")
     return kind
 
 
@@ -134,7 +160,7 @@ def options_in(index: dict[str, Any]) -> dict[str, Any]:
 def missing_parts(pipeline: Path) -> Iterator[str]:
     """What a pipeline's folder lacks of the components in its index: folders, files, or their
     contents."""
-    for name, (library, _) in parts_in(read_file(str(pipeline), INDEX)).items():
+    for name, (library, _) in parts_in(read_index(str(pipeline))).items():
         part = pipeline / name
         if library is None:
             continue
@@ -212,7 +238,7 @@ def faults_of_files(folder: str, optional: Sequence[str] = ()) -> Iterator[str]:
     """Of a pipeline without a part that it needs (of text encoders, all but `optional`), or without
     flow matching. UserError for numbers in its config files that no model has. Plans, training and
     sampling begin with it."""
-    index = read_file(folder, INDEX)
+    index = read_index(folder)
     parts = {"transformer": (None, None), **parts_in(index)}
     for part, (library, _) in parts.items():
         if part in ("transformer", "vae") and library is None:
@@ -236,7 +262,7 @@ def faults_of_files(folder: str, optional: Sequence[str] = ()) -> Iterator[str]:
 
 def check_adapters(folder: str, targets: Sequence[str], *, each: bool) -> None:
     """UserError for a transformer without the layers that a LoRA would change."""
-    library, name = parts_in(read_file(folder, INDEX)).get("transformer", (None, None))
+    library, name = parts_in(read_index(folder)).get("transformer", (None, None))
     config = read_file(folder, "transformer/config.json")
     if library == "diffusers" and config:
         check_targets(on_meta((f"diffusers:{name}", config)), targets, each=each)
@@ -254,7 +280,7 @@ def is_flow(scheduler: Mapping[str, Any]) -> bool:
 
 def caution(name: str, folder: str) -> str | None:
     """What to say of a model that is distilled to few steps."""
-    if not read_file(folder, INDEX).get("is_distilled", FEW_STEPS.search(name) is not None):
+    if not read_index(folder).get("is_distilled", FEW_STEPS.search(name) is not None):
         return None
     return (
         f"policy.path={name}: is distilled to few steps. Users of other trainers report that RL blurs such models; "

@@ -20,7 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_other
 from g2rpo.core.plain import refuse_hub_kernels
+from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import Attention, PolicyConfig, TuningMode
+from g2rpo.models.pipeline_files import parts_in, read_index
 from g2rpo.models.spec import PipelineSpec, parameters_of
 
 BACKENDS: Mapping[str, str] = {
@@ -118,11 +120,14 @@ def patch_area(config: Any) -> int:
 
 
 def _lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
-    return {
-        name: child
-        for name, child in transformer.named_children()
-        if isinstance(child, nn.ModuleList)
-    }
+    """Lists of modules, of the transformer itself or of a dictionary in it."""
+    found = {}
+    for name, child in transformer.named_children():
+        if isinstance(child, nn.ModuleList):
+            found[name] = child
+        elif isinstance(child, nn.ModuleDict):
+            found |= {f"{name}.{inner}": blocks for inner, blocks in _lists(child).items()}
+    return found
 
 
 def blocks_of(transformer: Any) -> list[nn.Module]:
@@ -173,14 +178,12 @@ def check_options(spec: PipelineSpec, options: PolicyConfig) -> None:
 
 
 def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[str]:
-    import diffusers
-
     kind = spec.pipeline_class
     for name in (*spec.unsupported, *([] if spec.video else ["num_frames"])):
         if getattr(options, name) not in (None, False):
             yield f"policy.{name}: a {kind} has no such option; take it out"
     known = {
-        *parameters_of(getattr(diffusers, kind)),
+        *parameters_of(pipeline_class(kind)),
         *spec.fixed,
         *([spec.scale] if spec.guider else []),
     }
@@ -236,10 +239,10 @@ def read_pipeline(
     """
     from transformers import PreTrainedConfig
 
-    index = pipeline_class.load_config(str(path))
-    empty = {name: None for name, entry in index.items() if entry == [None, None]}
-    for name, entry in index.items():
-        if isinstance(entry, list) and entry[0] == "transformers":
+    parts = parts_in(read_index(str(path), download=True))
+    empty = {name: None for name, (library, _) in parts.items() if library is None}
+    for name, (library, _) in parts.items():
+        if library == "transformers":
             with suppress(OSError):  # no config.json: no model, but a tokenizer
                 refuse_hub_kernels(
                     PreTrainedConfig.get_config_dict(str(path), subfolder=name)[0],

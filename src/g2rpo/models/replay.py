@@ -30,8 +30,8 @@ ONE_TIME = (
 )
 
 
-class Caught(Exception):
-    """Ends a pipeline's call early; `value` is the result."""
+class Caught(BaseException):
+    """Ends a pipeline's call early; `value` is the result. No Exception: diffusers logs those."""
 
     def __init__(self, value: Any) -> None:
         super().__init__("a pipeline's call was ended on purpose")
@@ -318,7 +318,7 @@ def replay(
     kind: Any = type(pipeline)
     copied: Any = object.__new__(_replaying(kind))
     copied.__dict__.update({**vars(pipeline), **parts, "script": script, "replay_device": device})
-    call = kind.__call__
+    call = getattr(kind, "replayed", kind.__call__)  # of blocks
     try:
         return getattr(call, "__wrapped__", call)(copied, **arguments)
     except Caught as caught:

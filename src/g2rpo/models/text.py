@@ -17,7 +17,7 @@ from g2rpo.core.errors import counted, cut
 from g2rpo.core.images import read_inputs
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast
-from g2rpo.models.replay import Caught, NetworkCall, OneStep, Pictures, Script, replay
+from g2rpo.models.replay import Caught, NetworkCall, OneStep, Pictures, Script, guiding, replay
 from g2rpo.models.spec import PipelineSpec
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class TextEncoders:
         arguments["prompt"] = [str(prompt)]
         if pictures:
             arguments["image"] = pictures if spec.most_pictures > 1 else pictures[0]
-        parts: dict[str, Any] = {"scheduler": OneStep(self.pipeline.scheduler.config, None)}
+        parts = parts_of(self.pipeline, spec, guided)
         if pictures:
             parts["vae"] = Pictures(self.pipeline.vae)
         beside = replay(
@@ -135,6 +135,14 @@ class TextEncoders:
             module.to(device)
         if device == CPU:
             empty_cache()
+
+
+def parts_of(pipeline: Any, spec: PipelineSpec, guided: bool) -> dict[str, Any]:
+    """Parts in place of the pipeline's own while it encodes prompts."""
+    parts: dict[str, Any] = {"scheduler": OneStep(pipeline.scheduler.config, None)}
+    if spec.guider:  # it decides whether there is a negative prompt
+        parts["guider"] = guiding(pipeline.guider, spec.guidance, guided)
+    return parts
 
 
 def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
@@ -215,7 +223,7 @@ def tokens_read(text: TextEncoders, like: str = "") -> dict[str, int]:
     if spec.pictured:
         pictures = read_inputs(like)
         arguments["image"] = pictures if spec.most_pictures > 1 else pictures[0]
-    parts = {**readers, "scheduler": OneStep(pipeline.scheduler.config, None)}
+    parts = {**readers, **parts_of(pipeline, spec, guided=False)}
     answer = replay(pipeline, Script(encode, encode), arguments, device="cpu", parts=parts)
     # some pipelines cut behind the encoder
     kept = int((answer[0][0].flatten(1) != 0).any(1).sum())

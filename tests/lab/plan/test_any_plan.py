@@ -43,7 +43,7 @@ def planned(kind, folder, *more):
     pipeline = tiny_pipeline(kind)
     if hasattr(pipeline, "processor"):
         pipeline.processor = None
-    pipeline.save_pretrained(folder, safe_serialization=True)
+    pipeline.save_pretrained(str(folder), safe_serialization=True)
     own = [f"policy.{name}={value}" for name, value in options(kind).items()]
     return load_config("scenes", [*SMALL, f"policy.path={folder}", *own, *more])
 

@@ -20,12 +20,12 @@ from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.rewards import Frames
 from g2rpo.lab.plan.kernels import Meter
-from g2rpo.models import hub
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, build_shallow, read_blueprint, shapes_of, size_of
 from g2rpo.models.load import find_pipeline
 from g2rpo.models.meta import on_meta
 from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipeline_files import index_of
 from g2rpo.models.pipelines import Shapes, keep_two_blocks
 from g2rpo.models.quantized import weights_of
 from g2rpo.models.spec import PipelineSpec
@@ -125,11 +125,8 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
     this machine. None where the model pads (or reads input pictures, whose tokens are assumed), is
     not on this machine, or needs more than zeros in the place of its text encoder; UserError if the
     pipeline or its tokenizer fails."""
-    path, index = local(config.path), None
-    if os.path.isdir(path):
-        index = path / "model_index.json"
-    elif is_hub_id(config.path):
-        index = hub.cached(config.path, "model_index.json")
+    path = str(local(config.path))
+    index = index_of(path) if os.path.isdir(path) or is_hub_id(path) else None
     if index is None or not prompts:
         return None
     spec = find_pipeline(config).spec
