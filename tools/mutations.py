@@ -430,7 +430,7 @@ MUTATIONS = [
         "(1 - decay) * old + decay * parameter",
         "tests/train/test_learner.py",
     ),
-    Mutation("train/run/checkpoint.py", "if _digest(file) != digest:", "if False:", TRAINER),
+    Mutation("train/run/checkpoint.py", "if _digest(file) != digest:", "if False:", CHECKPOINT),
     Mutation(
         "train/run/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT
     ),

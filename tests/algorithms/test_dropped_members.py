@@ -94,44 +94,33 @@ def test_nothing_but_silence_moves_nothing():
     assert torch.equal(gradient(t, experience, cond), torch.zeros_like(t.policy.mean))
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "mixgrpo", "diffusion_nft"])
-def test_a_member_that_is_not_finite_is_left_out_of_the_update(name):
-    """Its picture has no score, and so its advantage is 0. The update is that without it, and its
-    statistics are finite; before, all members of the update were lost."""
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        *((name, False) for name in ("flow_grpo", "mixgrpo", "diffusion_nft")),
+        *((name, True) for name in ("mixgrpo", "diffusion_nft", "fdfo")),
+    ],
+)
+def test_what_is_not_finite_is_left_out_of_the_update(name, whole):
+    """A member, whose picture has no score and so no advantage; or the `whole` group of a prompt,
+    whose anchor is not finite, or a pair of FDFO, of which one's data are computed from the other.
+    The update is that without it, and its statistics are finite."""
     t, experience, cond = experienced(name)
     broken, masked = [], []
     for item in experience:
-        counts = torch.arange(len(item.advantages)) != 1
+        if whole and item.prompt != experience[0].prompt:
+            broken.append(item), masked.append(item)
+            continue
+        counts = torch.zeros_like(item.mask) if whole else torch.arange(len(item.mask)) != 1
         quiet = replace(item, advantages=item.advantages * counts)
         masked.append(replace(quiet, counted=counts))
         values = {"x": item.x, **item.data}
         for key, value in values.items():
-            if len(value) == len(counts) and value.is_floating_point():
+            if value.is_floating_point() and (whole or len(value) == len(counts)):
                 values[key] = value.clone()
-                values[key][1] = torch.nan
+                values[key][slice(None) if whole else 1] = torch.nan
         broken.append(replace(quiet, x=values.pop("x"), data=values))
     torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond), **EXACT)
-    log = t.updater.update(broken, cond).summary(t.algorithm)
+    log, without = (t.updater.update(some, cond).summary(t.algorithm) for some in (broken, masked))
     assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))
-
-
-@pytest.mark.parametrize("name", ["mixgrpo", "diffusion_nft", "fdfo"])
-def test_a_group_that_is_not_finite_is_left_out_of_the_update(name):
-    """A prompt whose anchor is not finite, or a pair of FDFO with one such picture, from which the
-    other's data are computed too."""
-    t, experience, cond = experienced(name)
-    lost = experience[0].prompt
-    broken, masked = list(experience), list(experience)
-    for place, item in enumerate(experience):
-        if item.prompt == lost:
-            quiet = replace(item, advantages=torch.zeros_like(item.advantages))
-            masked[place] = replace(quiet, counted=torch.zeros_like(item.mask))
-            values = {"x": item.x, **item.data}
-            for key in [key for key, value in values.items() if value.is_floating_point()]:
-                values[key] = torch.full_like(values[key], torch.nan)
-            broken[place] = replace(quiet, x=values.pop("x"), data=values)
-    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond), **EXACT)
-    log = t.updater.update(broken, cond).summary(t.algorithm)
-    assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))
-    without = t.updater.update(masked, cond).summary(t.algorithm)
     assert log.get("log_prob_drift", 0) <= without.get("log_prob_drift", 0)

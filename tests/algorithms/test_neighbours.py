@@ -34,8 +34,8 @@ from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
 from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, updates_of
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
-from tests.support.runs import cut, fits, smooth, trainer
-from tests.support.tolerances import EXACT, FLOAT64, Tolerance, adam, near, reordered, rounding
+from tests.support.runs import fits, trainer
+from tests.support.tolerances import EXACT, FLOAT64, Tolerance, near, reordered, rounding
 from tests.support.watched import Watched
 
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
@@ -118,30 +118,6 @@ def test_the_cost_of_the_published_settings(algorithm, num_steps, evaluations, t
     assert trained in (None, count_trained(algorithm, plans, num_steps))
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "mixgrpo"])
-def test_an_update_is_the_same_in_one_pass_or_in_many(name):
-    """Members with latents of their own may be split over passes, which see at most
-    micro_batch_size latents. Gradients of 84 members and steps, 0.01 in one entry."""
-
-    class Watching(GaussianPolicy):
-        widest = 0
-
-        def velocity(self, x, sigma, cond):
-            if torch.is_grad_enabled():
-                self.widest = max(self.widest, len(x))
-            return super().velocity(x, sigma, cond)
-
-    policies = {size: Watching() for size in (1, 4, 64)}
-    for size, policy in policies.items():
-        sizes = ("algorithm.group_size=6", f"trainer.micro_batch_size={size}")
-        t = smooth(named(name, *sizes, policy=policy))
-        t.iterate()
-        close = adam(1000 * 0.05, updates=t.learner.steps, gradient=reordered(84, 0.01)["atol"])
-        assert_close(policy.mean, policies[1].mean, **close)
-    assert float(policy.mean.detach().abs().mean()) > 100 * close["atol"]
-    assert (policies[1].widest, policies[4].widest) == (1, 4)
-
-
 @pytest.mark.parametrize(("every", "sizes"), [(2, [2, 2, 2]), (4, [4, 2]), (100, [6])])
 def test_updates_after_so_many_members_deal_the_group(every, sizes):
     t = named("flow_grpo", "algorithm.group_size=6", f"algorithm.update_every={every}")
@@ -157,31 +133,6 @@ def test_updates_after_every_branch_go_from_noise_to_image():
     examples = [Example(0, step, torch.zeros(3, 2), torch.ones(3)) for step in (2, 0, 1, 0)]
     updates = updates_of(GranularGRPO(update_every="branch"), examples)
     assert [[item.step for item in batch] for batch in updates] == [[0, 0], [1], [2]]
-
-
-BRIEF = ("algorithm.group_size=4", "evaluation.every=4", "trainer.iterations=4")
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mixgrpo", ["algorithm.schedule=random"]),  # plans that are functions of the iteration
-        ("diffusion_nft", ["algorithm.old_schedule=[0,0.2,0.5]", "optim.ema_decay=0.9"]),
-    ],
-)
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name, options):
-    """Two iterations, a stop and two more are four: with windows and old weights."""
-    options = [f"algorithm.name={name}", "sampling.num_steps=10", *options, *BRIEF]
-    straight, stopped, resumed = (
-        trainer(tmp_path / folder, *options) for folder in ("straight", "cut", "cut")
-    )
-    list(straight.train())
-    cut(stopped, "train", 3)
-    assert resumed.resume() == [] and resumed.iteration == 2
-    list(resumed.train())
-    assert torch.equal(weights(straight), weights(resumed))
-    for one, other in zip(straight.learner.old, resumed.learner.old, strict=True):
-        assert torch.equal(one, other) and not torch.equal(one, weights(straight))
 
 
 # --- reductions: what one algorithm becomes when another's choice is made

@@ -1,12 +1,10 @@
-"""The learning rate, the largest gradient and the old weights by their formulas; the optimizer's
-step in one kernel, as on GPUs."""
+"""The learning rate, the largest gradient and the old weights by their formulas."""
 
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from g2rpo.config.schema import OptimConfig
 from g2rpo.core.errors import UserError
@@ -47,43 +45,6 @@ def test_old_weights_keep_a_share_of_themselves():
     with own.as_old():
         assert weight.tolist() == [1.5, -1.0] and own.old[0].tolist() == [3.0, 2.0]
     assert weight.tolist() == [3.0, 2.0]
-
-
-class Called(TorchDispatchMode):
-    """The functions that torch calls while it is entered."""
-
-    def __init__(self):
-        super().__init__()
-        self.functions = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.functions.add(function)
-        return function(*args, **(kwargs or {}))
-
-
-def walk(fused, steps=30):
-    """The weights after steps with the same gradients, by AdamW with a config's settings."""
-    draws = torch.Generator().manual_seed(0)
-    weights = [nn.Parameter(torch.randn(shape, generator=draws)) for shape in ((7, 5), (11,))]
-    learner = Learner(weights, OptimConfig(learning_rate=1e-2, weight_decay=0.1), WHOLE)
-    assert learner.optimizer.defaults["fused"] is False  # on a CPU
-    for group in learner.optimizer.param_groups:
-        group["fused"] = fused
-    for _ in range(steps):
-        for weight in weights:
-            weight.grad = torch.randn(weight.shape, generator=draws)
-        learner.optimizer.step()
-    return torch.cat([weight.detach().flatten() for weight in weights])
-
-
-def test_a_step_in_one_kernel_is_the_same_up_to_rounding():
-    """Both decay a weight alike; a step of at most about 1e-2 is rounded some ten times, in another
-    order, and may change one rounding of a weight (below 4) a step."""
-    with Called() as called:
-        one_kernel = walk(True)
-    assert torch.ops.aten._fused_adamw_.default in called.functions
-    apart = (one_kernel - walk(False)).abs().max()
-    assert apart <= 30 * (10 * 1e-2 + 4 / 2) * torch.finfo(torch.float32).eps
 
 
 def test_memory_that_runs_out_in_a_swap_of_weights_ends_the_run(monkeypatch):

@@ -98,18 +98,6 @@ def test_the_base_model_is_named_if_the_hub_can_have_it_with_its_licence_if_know
     assert "num_inference_steps=20" in markdown  # as the results were
 
 
-@pytest.mark.parametrize(
-    ("path", "named"),
-    [("black-forest-labs/FLUX.1-dev", True), ("testbed", False), ("/data/flux", False)],
-)
-def test_the_base_model_is_named_if_the_hub_can_have_it(tmp_path, path, named):
-    header, markdown = card(tmp_path, path=path)
-    assert (
-        header.get("base_model") == (path if named else None)
-        and f"# `{path}`, tuned with" in markdown
-    )
-
-
 def test_the_page_of_models_names_those_that_are_not_apache():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^- .*: .*$", page.partition("## Licences")[2], re.MULTILINE)

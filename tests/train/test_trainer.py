@@ -21,7 +21,6 @@ from g2rpo.train.run.checkpoint import checkpoints
 from tests.support.runs import (
     asking,
     cut,
-    fallen_back,
     log,
     mean,
     resumed,
@@ -124,16 +123,31 @@ def test_base_and_tuned_are_compared_by_the_last_evaluation_if_weights_are_still
     assert t.finish()["bright"].tuned != table["bright"].tuned and calls
 
 
-@pytest.mark.parametrize("kl_weight", [0.0, 0.5])
-def test_an_update_is_the_same_in_one_pass_or_in_many(kl_weight):
-    """Gradients of 72 members, 0.01 in one entry, in another order."""
-    results = []
+class Watching(GaussianPolicy):
+    """It notes the most rows of a training pass."""
+
+    widest = 0
+
+    def velocity(self, x, sigma, cond):
+        if torch.is_grad_enabled():
+            self.widest = max(self.widest, len(x))
+        return super().velocity(x, sigma, cond)
+
+
+@pytest.mark.parametrize(
+    ("name", "kl_weight"), [("g2rpo", 0.0), ("g2rpo", 0.5), ("flow_grpo", 0.04), ("mixgrpo", 0.0)]
+)
+def test_an_update_is_the_same_in_one_pass_or_in_many(name, kl_weight):
+    """Gradients of 84 members and steps at most, 0.01 in one entry, in another order. Members with
+    latents of their own are split over passes of at most micro_batch_size latents."""
+    results, words = [], [f"algorithm.name={name}", f"algorithm.kl_weight={kl_weight}"]
     for size in (1, 4, 64):
-        passes = f"trainer.micro_batch_size={size}"
-        t = smooth(trainer(None, passes, f"algorithm.kl_weight={kl_weight}"))
+        passes = f"trainer.micro_batch_size={size}", "algorithm.group_size=6"
+        t = smooth(trainer(None, *words, *passes, policy=Watching()))
         t.iterate(), t.iterate()
         results.append(mean(t))
-        allowed = adam(1000 * 0.05, updates=2, gradient=reordered(72, 0.01)["atol"])
+        assert name == "g2rpo" or size == 64 or t.policy.widest == size
+        allowed = adam(1000 * 0.05, updates=t.learner.steps, gradient=reordered(84, 0.01)["atol"])
         torch.testing.assert_close(results[-1], results[0], **allowed)
     assert float(results[0].abs().mean()) > 100 * allowed["atol"]
 
@@ -167,17 +181,17 @@ def test_the_loss_gradient_is_the_policy_gradient():
 
 
 @pytest.mark.parametrize(
-    ("update_every", "ema"),
+    "words",
     [
-        ("rollout", 0.0),
-        ("branch", 0.9),
-        pytest.param("rollout", 0.9, marks=pytest.mark.slow),
-        pytest.param("branch", 0.0, marks=pytest.mark.slow),
+        "optim.ema_decay=0.0",
+        "optim.ema_decay=0.9 algorithm.update_every=branch",
+        # plans that are functions of the iteration, and old weights
+        "algorithm.name=mixgrpo algorithm.schedule=random sampling.num_steps=10",
+        "algorithm.name=diffusion_nft algorithm.old_schedule=[0,0.2,0.5] optim.ema_decay=0.9",
     ],
 )
-def test_two_iterations_a_kill_and_two_more_equal_four(tmp_path, ema, update_every):
-    options = [f"optim.ema_decay={ema}", f"algorithm.update_every={update_every}"]
-    options += ["optim.warmup_iterations=3"]
+def test_two_iterations_a_kill_and_two_more_equal_four(tmp_path, words):
+    options = [*words.split(), "algorithm.group_size=6", "optim.warmup_iterations=3"]
     straight = trainer(tmp_path / "straight", *options)
     run(straight)
     cut(trainer(tmp_path / "cut", *options), "train", 3)  # after the checkpoint of 2
@@ -186,8 +200,10 @@ def test_two_iterations_a_kill_and_two_more_equal_four(tmp_path, ema, update_eve
     run(again)
     assert torch.equal(mean(straight), mean(again))
     assert log(tmp_path / "straight") == log(tmp_path / "cut")
-    if ema:
-        assert torch.equal(straight.learner.average.module[0], again.learner.average.module[0])
+    averages = [t.learner.average.module if t.learner.average else [] for t in (straight, again)]
+    for kept, found in (averages, (straight.learner.old, again.learner.old)):
+        for one, other in zip(kept, found, strict=True):
+            assert torch.equal(one, other) and not torch.equal(one, mean(again))
 
 
 def test_evaluation_and_export_use_the_average(tmp_path):
@@ -198,16 +214,6 @@ def test_evaluation_and_export_use_the_average(tmp_path):
     saved = load_file(tmp_path / "adapter" / "gaussian.safetensors")["mean"]
     assert torch.equal(saved, t.learner.average.module[0]) and not torch.equal(saved, own)
     assert torch.equal(mean(t), own)  # and training goes on from its own weights
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, cut):
-    run(trainer(tmp_path))
-    file = tmp_path / "checkpoints" / "iteration_000004" / "weights.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] if cut else content[:-1] + bytes([content[-1] ^ 1]))
-    _, complaint = fallen_back(tmp_path)
-    assert "iteration_000004" in complaint and "weights.safetensors" in complaint
 
 
 MIXED = ["algorithm.name=mixgrpo", "algorithm.group_size=6"]

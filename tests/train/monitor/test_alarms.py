@@ -3,9 +3,7 @@ and on every rank."""
 
 import json
 import math
-import re
 from itertools import pairwise
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -91,15 +89,6 @@ def test_shares_are_averaged_over_a_window(name, key, limit):
 
     assert alarms(limit * 1.01) == {name}
     assert alarms(limit * 0.99) == alarms(limit * 1.01, WINDOW_ITERATIONS - 1) == set()
-
-
-@pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
-def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
-    page = (Path(__file__).parents[3] / "docs" / "alarms.md").read_text(encoding="utf-8")
-    assert (
-        re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[1]
-        == f"{limit:.1f}"
-    )
 
 
 def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
@@ -546,6 +535,3 @@ def test_all_ranks_raise_the_same_alarms_and_stop_together(tmp_path, warned):
     (first, second) = ranks.run(2, train_alarmed, tmp_path / "two")
     assert first == second and "stopped by an alarm" in first[1]
     assert [iteration for iteration, alarms in first[0] if alarms] == [warned[-1]]
-
-
-# The user's side

@@ -29,27 +29,32 @@ def save(root, iteration, keep=2):
     )
 
 
-def damage(path):
-    (path / "weights.safetensors").write_bytes(b"cut")
+def damage(path, cut=False):
+    """Turns a bit of the weights, or loses their last byte."""
+    file = path / "weights.safetensors"
+    *whole, last = file.read_bytes()
+    file.write_bytes(bytes(whole if cut else [*whole, last ^ 1]))
 
 
 def names(root):
     return [int(path.name.split("_")[1]) for path in checkpoints(root)]
 
 
-@pytest.mark.parametrize(("keep", "before", "after"), [(1, [4, 5], [5]), (2, [3, 4, 5], [4, 5])])
+@pytest.mark.parametrize(
+    ("keep", "before", "after", "cut"), [(1, [4, 5], [5], False), (2, [3, 4, 5], [4, 5], True)]
+)
 def test_a_damaged_newer_checkpoint_neither_counts_nor_outlives_the_intact_one(
-    tmp_path, keep, before, after
+    tmp_path, keep, before, after, cut
 ):
     """As after a resume that fell back from 5 to 3 and was stopped after 4."""
     for iteration in (3, 5):
         save(tmp_path, iteration, keep=9)
-    damage(tmp_path / "iteration_000005")
+    damage(tmp_path / "iteration_000005", cut)
     save(tmp_path, 4, keep)
     assert names(tmp_path) == before
     (iteration, tensors, _), complaints = latest_checkpoint(tmp_path)
     assert iteration == 4 and tensors["weights"][0].tolist() == [4, 4]
-    assert "iteration_000005" in complaints[0]
+    assert "iteration_000005" in complaints[0] and "weights.safetensors" in complaints[0]
     save(tmp_path, 5, keep)
     assert names(tmp_path) == after and load_checkpoint(tmp_path / "iteration_000005")[0] == 5
 
