@@ -348,17 +348,6 @@ def test_what_cps_and_the_sde_keep_of_a_gaussian(kernel_of, num_steps, shift, pe
     assert 100 * kept(kernel_of, num_steps, shift) == pytest.approx(percent, abs=0.05)
 
 
-@pytest.mark.parametrize("eta", [0.3, 0.8])
-def test_cps_and_the_sde_keep_what_small_steps_tend_to(eta):
-    """With c = cos(eta pi / 2), many small steps near sigma bring the variance to sin^2 sigma^2 /
-    (1 - a^2), where a step keeps a = 1 - (1 - c) sigma^2 / std^2 of x to second order: (1 + c) / 2
-    of the target's, a std of cos(eta pi / 4), 80.9 % at .8. What remains is of the order of a step,
-    1 / 1024 (measured: 4 of them)."""
-    small = 8 / 1024
-    assert kept(cps(eta), 1024, 1.0) == pytest.approx(math.cos(eta * math.pi / 4), abs=small)
-    assert kept(sde(eta), 1024, 1.0) == pytest.approx(1, abs=small)
-
-
 # --- losses
 
 

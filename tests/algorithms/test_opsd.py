@@ -100,24 +100,6 @@ def test_loss_and_gradient_are_the_formula(steps):
     )
 
 
-def test_at_the_old_weights_the_step_does_not_depend_on_radius_or_advantage():
-    """For a reward whose gradient is constant: both terms then pull v by the same normalised
-    vector, 2 sigma b 5 g / (entries mean |g|), so that x0 moves along g."""
-    x, old, slope = drawn(3, 2, 3, 2)
-
-    class Linear(Given):
-        def reward(self, y, prompts):
-            return (self.slope.to(y) * y).flatten(1).sum(1)
-
-    expected = 2 * 0.4 * 5 * slope / 6 / slope.abs().mean((1, 2), keepdim=True)
-    for radius, advantage in ((0.1, 0.0), (0.1, 3.0), (0.5, -5.0)):
-        v = old.clone().requires_grad_()
-        given = batch(x, torch.full([2], advantage))
-        loss = OPSD(radius=radius).loss(given, Linear(v, old, slope))
-        (gradient,) = torch.autograd.grad(loss.values.sum(), v)
-        torch.testing.assert_close(gradient, expected, **of_largest(expected))
-
-
 @pytest.mark.parametrize(
     ("sigmas", "query", "step"),
     [

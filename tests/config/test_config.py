@@ -181,14 +181,6 @@ def test_a_folder_with_other_things_is_no_run(tmp_path, resume):
         open_run(config(), tmp_path, resume)
 
 
-def test_fresh_runs_number_themselves_and_an_old_one_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = [open_run(config(), None, False).name for _ in range(3)]
-    assert names == ["gaussian", "gaussian-2", "gaussian-3"]
-    with pytest.raises(UserError, match="--run-dir"):
-        open_run(config(), None, resume=True)
-
-
 def test_differences_are_dotted():
     changed = differences(config(), config("optim.learning_rate=1", "rewards.x=1"))
     of_reward = {f"rewards.x.{key}" for key in ("kind", "weight", "options")}

@@ -12,11 +12,9 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.config import recipes
 from g2rpo.config.read import load_config
 from g2rpo.config.resolve import differences
-from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.counting import count
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.train.build import Request, build
 from g2rpo.train.run.records import FIRST_LOOK
 from tools.recipe_needs import needs_of
 
@@ -267,25 +265,3 @@ def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(refuses, 
             f"{key}=prompts/hpdv2_{file}.txt" in err and "starter:train or starter:heldout" in err
         )
     assert "input pictures" not in err
-
-
-def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux_directory):
-    """The hub is offline here (tests/conftest.py), so nothing can be downloaded."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle\n")
-    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}"]
-    config = load_config("flux1-dev-hps", [*given, f"policy.path={flux_directory}"])
-    repository = config.rewards["hpsv2"].options["path"]
-    with pytest.raises(UserError) as refusal:
-        build(Request(config=config))
-    for said in (
-        f"rewards.hpsv2.options.path={repository}: is not in the local hub cache, and",
-        f"`hf download {repository}` fetches it",
-    ):
-        assert said in str(refusal.value)
-
-
-def test_a_model_that_is_not_there_is_named():
-    missing = r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX"
-    with pytest.raises(UserError, match=missing):
-        build(Request(config=load_config("flux1-dev-lora", [])))

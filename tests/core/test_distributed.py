@@ -16,15 +16,7 @@ from g2rpo.train.run.folder import Run
 from tests.support import policies, ranks
 from tests.support.commands import done
 from tests.support.epsilon import epsilon  # noqa: F401  for each test here
-from tests.support.runs import (
-    ADVANTAGES,
-    asking,
-    brightness,
-    mean,
-    reordered_row,
-    trainer,
-    untimed,
-)
+from tests.support.runs import ADVANTAGES, asking, brightness, mean, reordered_row, trainer, untimed
 from tests.support.tables import rows
 from tests.support.tolerances import adam, reordered
 from tests.support.variants import few

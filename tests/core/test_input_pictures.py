@@ -22,15 +22,7 @@ from g2rpo.models.load import find_pipeline
 from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
-from tests.support.runs import (
-    PLAIN,
-    Editing,
-    Loaded,
-    brightness,
-    finished,
-    picture,
-    trainer,
-)
+from tests.support.runs import PLAIN, Editing, Loaded, brightness, finished, picture, trainer
 from tests.support.tables import rows
 from tests.support.tolerances import near, rounding
 

@@ -42,11 +42,7 @@ def written(root, files):
             GIB,
             1,
         ),
-        (
-            {"proc/self/cgroup": "0::/docker/not/seen", "sys/fs/cgroup/memory.max": GIB},
-            GIB,
-            8,
-        ),
+        ({"proc/self/cgroup": "0::/docker/not/seen", "sys/fs/cgroup/memory.max": GIB}, GIB, 8),
         (
             {
                 "proc/self/cgroup": "5:cpu,cpuacct:/d\n7:memory:/d/e\n1:name=systemd:/d",

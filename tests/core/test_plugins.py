@@ -48,18 +48,6 @@ def test_an_algorithm_of_each_kind_moves_the_weights_toward_the_reward(kind):
     assert all(row["skipped_updates"] == 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("algorithm.dekay=0.5", "'algorithm.dekay'. Did you mean 'algorithm.decay'"),
-        ("algorithm.decay=much", "algorithm.decay: .*got 'much'"),
-    ],
-)
-def test_fields_are_validated_with_near_matches(override, message):
-    with pytest.raises(UserError, match=message):
-        config(f"algorithm.name={named('baseline')}", override)
-
-
 def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path):
     given = config(f"algorithm.name={named('baseline')}", "algorithm.decay=0.25")
     (tmp_path / "config.yaml").write_text(given.to_yaml())

@@ -184,10 +184,7 @@ def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_d
 
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
-    [
-        ("words", []),
-        ("scenes", ["algorithm.name=diffusion_nft", "sampling.tails.solver=dpmpp2m"]),
-    ],
+    [("words", []), ("scenes", ["algorithm.name=diffusion_nft", "sampling.tails.solver=dpmpp2m"])],
     ids=str,
 )
 def test_a_device_with_the_limits_of_apples_trains_as_a_cpu_does(run, recipe, overrides):

@@ -141,24 +141,6 @@ def test_every_control_has_pictures_of_its_own(tmp_path, controls, different):
     assert len({chunk.folder for chunk in chunks}) == len(chunks) == 1 + different
 
 
-def test_the_best_of_several_is_the_first_of_the_best(tmp_path):
-    """Of three pictures."""
-    rewards = {"bright": {"kind": "brightness"}}
-    several = {"weights": None, "steps": [2], "rewards": rewards, "controls": [{"best_of": 3}]}
-    judged = judging(tmp_path, **several)
-    sampler = judged.config.sampler(run(judged, rewards={"bright": brightness}), 2)
-    base, *more = (
-        sampler.evaluate(PROMPTS, {"bright": brightness}, control=Control(draw=draw)).scores[
-            "bright"
-        ]
-        for draw in range(3)
-    )
-    chosen = torch.stack([base, *more]).amax(0)
-    found = scores_where(judged.rows(side="control"))["bright"].float()
-    torch.testing.assert_close(found, chosen, **ROUNDED)
-    assert (chosen > base).any()
-
-
 def test_the_draws_of_the_controls_begin_from_noises_of_their_own(tmp_path):
     """Each draw is that of the sampler, up to the rounding of float32 in other batches. Without
     weights, only the base is judged."""

@@ -150,10 +150,7 @@ def test_the_average_of_a_checkpoint_is_what_is_exported_and_best_is_the_best_ev
 SAVED = [kind for kind in CLASSES if kind != "QwenImage21Pipeline"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    few(SAVED, ("ZImagePipeline", "SanaPipeline").__contains__),
-)
+@pytest.mark.parametrize("kind", few(SAVED, ("ZImagePipeline", "SanaPipeline").__contains__))
 def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapter(kind, tmp_path):
     """But for the order in which diffusers adds the products of a low rank."""
     pipeline = tiny_pipeline(kind)

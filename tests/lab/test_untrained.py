@@ -29,13 +29,6 @@ def test_the_expected_best_is_the_mean_over_every_choice(n):
     torch.testing.assert_close(expected_of_best(BY, OF, n), torch.stack(expected))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
-def test_of_uniform_scores_it_is_the_order_statistic(n):
-    """The best of n of 0 .. S - 1 is n (S + 1) / (n + 1) - 1 on average."""
-    ranks = torch.randperm(16, generator=torch.Generator().manual_seed(0)).double()[None]
-    assert float(expected_of_best(ranks, ranks, n)) == pytest.approx(n * 17 / (n + 1) - 1)
-
-
 def test_a_picture_without_a_score_of_the_judge_is_left_out():
     of = OF.clone()
     of[0, 3] = torch.nan  # the best picture

@@ -40,10 +40,7 @@ QUICK = ("ZImagePipeline", "Flux2KleinPipeline")
 CASES = [(kind, format) for format, kinds in READ.items() for kind in kinds]
 
 
-@pytest.mark.parametrize(
-    ("kind", "format"),
-    few(CASES, (QUICK[1], "kohya").__eq__),
-)
+@pytest.mark.parametrize(("kind", "format"), few(CASES, (QUICK[1], "kohya").__eq__))
 def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(
     kind, format, tmp_path
 ):
@@ -316,11 +313,7 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
 ):
     """lora_rank=2 of the config file disagrees with the adapter's 3, so it is taken out."""
     run, own = tmp_path / "run", [f"policy.adapter={file}"]
-    kl = [
-        "algorithm.kl_weight=0.1",
-        "rewards.brightness=1",
-        "optim.learning_rate=0.02",
-    ]
+    kl = ["algorithm.kl_weight=0.1", "rewards.brightness=1", "optim.learning_rate=0.02"]
     kl += ["algorithm.name=flow_grpo", "algorithm.group_size=4", "optim.ema_decay=0.5"]
     tiny_config.write_text(tiny_config.read_text().replace("lora_rank: 2", ""))
     code, out, err = g2rpo(
@@ -524,11 +517,7 @@ def test_a_header_of_another_kind_or_with_impossible_values_is_refused(
 
 
 INITIAL = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
-NOT_DEFAULT = {
-    "init_lora_weights": INITIAL,
-    "bias": ("all", "lora_only"),
-    "peft_type": ("LOHA",),
-}
+NOT_DEFAULT = {"init_lora_weights": INITIAL, "bias": ("all", "lora_only"), "peft_type": ("LOHA",)}
 SETTINGS = {field.name for field in dataclasses.fields(LoraConfig)} - PeftConfig.model_fields.keys()
 JUDGED = sorted(name for name in SETTINGS if HARMLESS.get(name, ()) is not None)
 CHANGED = [(name, value) for name in JUDGED for value in NOT_DEFAULT.get(name, [{"x": 1}, True])]

@@ -432,10 +432,7 @@ def test_calls_in_several_threads_do_not_meet(kind, prompts):
     assert all(torch.equal(result.result(), expected[i % 3]) for i, result in enumerate(results))
 
 
-FLOW_SOLVERS = {
-    "WanPipeline": UniPCMultistepScheduler,
-    "SanaPipeline": DPMSolverMultistepScheduler,
-}
+FLOW_SOLVERS = {"WanPipeline": UniPCMultistepScheduler, "SanaPipeline": DPMSolverMultistepScheduler}
 
 
 @pytest.mark.parametrize("kind", FLOW_SOLVERS)

@@ -181,8 +181,7 @@ def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(
 def test_models_without_names_are_refused():
     for kind in ("SanaTransformer2DModel", "MineModel"):
         with pytest.raises(
-            UserError,
-            match=f"ComfyUI has no model {kind}, or its names are not known here",
+            UserError, match=f"ComfyUI has no model {kind}, or its names are not known here"
         ):
             names_for(kind)
     with pytest.raises(

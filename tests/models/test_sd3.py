@@ -40,12 +40,7 @@ def theirs(pipeline, negative_prompt=None):
         "sigmas": np.linspace(1, 1 / STEPS, STEPS),
         "generator": [generator_for(5, "picture", i) for i in range(len(PROMPTS))],
     }
-    options |= {
-        "num_inference_steps": STEPS,
-        "guidance_scale": 4.5,
-        "output_type": "pt",
-        **SIZE,
-    }
+    options |= {"num_inference_steps": STEPS, "guidance_scale": 4.5, "output_type": "pt", **SIZE}
     return pipeline(PROMPTS, **options).images
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from g2rpo import algorithms, api
+from g2rpo import api
 from g2rpo.cli.main import main
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
@@ -39,10 +39,7 @@ from tests.support.runs import brightness, darkness, trainer
 from tests.support.variants import few
 
 QUICK = ("recipes", "train", "resume", "sample", "evaluate", "report", "export")
-FEW_PROMPTS = [
-    "trainer.prompts_per_iteration=1",
-    "evaluation.num_prompts=2",
-]
+FEW_PROMPTS = ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
 SMALLEST = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.iterations=1", *FEW_PROMPTS]
 
 
@@ -217,26 +214,6 @@ def test_files_keys_and_functions_that_are_named_exist(page):
                 )
 
 
-def test_what_stands_beside_a_formula_exists():
-    """Names such as (AWM.member_loss) at the ends of formulas, of the algorithms' modules."""
-    modules = [
-        importlib.import_module(f"g2rpo.{name}")
-        for name in (
-            "train.learner",
-            *(f"algorithms.{each.name}" for each in pkgutil.iter_modules(algorithms.__path__)),
-        )
-    ]
-    known = {module.__name__.rpartition(".")[2]: module for module in modules}
-    for module in modules:
-        known |= vars(module)
-    formulas = "\n".join(block.code for block in blocks(TEXTS[ROOT / "docs/neighbours.md"]))
-    ends = re.findall(r" \((\w+(?:\.\w+)?(?:, \w+\.\w+)*)\)$", formulas, re.MULTILINE)
-    assert len(ends) > 20
-    for name in ", ".join(ends).split(", "):
-        owner, _, member = name.rpartition(".")
-        assert hasattr(known[owner], member) if owner else member in known, name
-
-
 @pages_with("pytest |python -m")
 def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
     """Every number of a sentence or row that names a test or a script: in the test's source, or in
@@ -272,16 +249,32 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
     assert all(re.match(r" {0,2}[\w./]+ +\S.{5,}", line) for line in lines)
 
 
-def test_what_the_page_of_the_architecture_finds_is_there():
-    page = TEXTS[ROOT / "docs/architecture.md"]
-    rows = re.findall(
-        r"^\| .* \| `([\w.]+)` \|$",
-        page.split("## Where is ...?")[1].split("\n## ")[0],
-        re.MULTILINE,
-    )
-    assert len(rows) >= 35
-    for name in rows:
+@pytest.mark.parametrize(
+    ("page", "pattern", "least"),
+    [
+        ("architecture", r"^\| .* \| `([\w.]+)` \|$", 35),  # where something is
+        ("log", r"`((?:train|rollout)\.\w+\.[\w.]+)`", 8),  # what computes a value
+    ],
+)
+def test_functions_that_a_page_finds_are_there(page, pattern, least):
+    names = re.findall(pattern, TEXTS[ROOT / f"docs/{page}.md"], re.MULTILINE)
+    assert len(names) >= least
+    for name in names:
         pkgutil.resolve_name(f"g2rpo.{name}")
+
+
+def test_what_stands_beside_a_formula_exists():
+    """Names such as (AWM.member_loss)."""
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    names = re.findall(r"[(,] ?([A-Z]\w+)\.(\w+)(?=[,)])", TEXTS[ROOT / "docs/neighbours.md"])
+    assert len(names) > 20
+    for owner, member in names:
+        assert re.search(rf"^class {owner}\b", source, re.MULTILINE), owner
+        assert re.search(rf"\b{member}\b", source), member
+
+
+def test_the_way_of_an_iteration_is_short():
+    page = TEXTS[ROOT / "docs/architecture.md"]
     way = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page, re.MULTILINE)
     steps = way[: way.index("train/updater.py") + 1]
     assert len(steps) <= 9 and steps[0] == "cli/train.py" and len(way) > len(steps)
@@ -393,10 +386,3 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other(monkeypatch):
         # memory is of accelerators alone
         gone = patterns - {each for _, each in met} - {"memory_peak"}
         assert not gone, f"in docs/log.md, but not logged: {sorted(gone)}"
-
-
-def test_what_the_glossary_says_computes_names_exists():
-    sentences = re.findall(r", by (`.*`):$", LOG, re.MULTILINE)
-    assert len(sentences) == 4
-    for function in re.findall(r"`([^`]+)`", " ".join(sentences)):
-        assert callable(pkgutil.resolve_name(f"g2rpo.{function}")), function

@@ -50,10 +50,7 @@ def test_two_iterations_are_the_packages_to_the_bit(tmp_path):
     before = nano_g2rpo.Flow(1).network
     moved = 0
     for mine, theirs, base in zip(
-        nano.parameters(),
-        trainer.policy.transformer.parameters(),
-        before.parameters(),
-        strict=True,
+        nano.parameters(), trainer.policy.transformer.parameters(), before.parameters(), strict=True
     ):
         assert torch.equal(mine, theirs)
         moved += int((mine != base).sum())

@@ -106,9 +106,7 @@ PLANS = {
         Plan(0, 0, (tuple(range(17)),), shared_noise=False, kept_sigma=0.5),
         Plan(0, 0, ((0, 9, 12, 16),), shared_noise=False, kept_sigma=0.9),
     ],
-    "a latent of the first tail": [
-        Plan(2, 3, (tuple(range(3, 17)), (3, 4, 16)), kept_sigma=0.3),
-    ],
+    "a latent of the first tail": [Plan(2, 3, (tuple(range(3, 17)), (3, 4, 16)), kept_sigma=0.3)],
     "window, own noise": [Plan(3, 5, (tuple(range(5, 17)), (5, 6, 16)), shared_noise=False)],
 }
 

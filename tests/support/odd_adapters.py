@@ -43,11 +43,7 @@ VALUES = (
     | st.just({"x": 1})
 )
 KEYS = "r lora_alpha use_rslora init_lora_weights rank_pattern bias peft_type new task_type"
-SETTINGS = st.dictionaries(
-    st.sampled_from([*KEYS.split(), ""]),
-    VALUES,
-    max_size=3,
-)
+SETTINGS = st.dictionaries(st.sampled_from([*KEYS.split(), ""]), VALUES, max_size=3)
 NOTES = "0 3 nan -1 1e300 {} [] { null 0.5"
 TEXTS = st.dictionaries(
     st.sampled_from(

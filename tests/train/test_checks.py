@@ -26,8 +26,7 @@ from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import missing_parts
 from g2rpo.rewards.catalogue import RewardConfig, find_reward
 from g2rpo.train import checks
-from g2rpo.train.build import Request, build
-from g2rpo.train.checks import check, check_policy, check_rewards_alone
+from g2rpo.train.checks import check, check_policy
 from g2rpo.train.consistency import faults_of_clips, fitting_plans, refuse_all
 from g2rpo.train.found import NOTHING, Found, Given
 from g2rpo.train.run.folder import Run
@@ -133,32 +132,6 @@ def test_own_code_that_fails_is_one_complaint_beside_others(tmp_path):
     assert any(line.startswith("- algorithm Mine") for line in complaints), complaints
 
 
-def calls_of(function, monkeypatch):
-    """The arguments with which a function of the package is called from now on."""
-    calls = []
-
-    def counted(*arguments):
-        calls.append(arguments)
-        return function(*arguments)
-
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("g2rpo.") and vars(module).get(function.__name__) is function:
-            monkeypatch.setattr(module, function.__name__, counted)
-    return calls
-
-
-def test_what_a_name_means_is_found_once(tmp_path, monkeypatch):
-    """Checks, digests and the built objects of a run take what was found."""
-    pipelines, rewards = (calls_of(it, monkeypatch) for it in (load.find_pipeline, find_reward))
-    config = load_config("words", [])
-    (tmp_path / "run").mkdir()
-    build(Request(config=config, run_dir=tmp_path / "run", notify=lambda message: None))
-    assert pipelines == [(config.policy,)]
-    keys = [f"rewards.{name}" for name in config.rewards]
-    keys += [f"evaluation.rewards.{name}" for name in config.evaluation.rewards]
-    assert len(keys) > 1 and sorted(key for key, _ in rewards) == sorted(keys)
-
-
 @pytest.mark.parametrize(
     ("recipe", "overrides", "said"),
     [
@@ -197,11 +170,7 @@ def test_what_a_name_means_is_found_once(tmp_path, monkeypatch):
             ["rewards.calm.kind=python"],
             r"^rewards.calm.kind=python: this run was begun from P",
         ),
-        (
-            "words",
-            ["algorithm.name=python"],
-            r"^algorithm.name=python: this run was begun from P",
-        ),
+        ("words", ["algorithm.name=python"], r"^algorithm.name=python: this run was begun from P"),
     ],
 )
 def test_what_fits_nothing_or_teaches_nothing_is_refused(
@@ -401,14 +370,6 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
         hub.obstacle("me/mine")
         == "is not in the local hub cache, and http://127.0.0.1:9 cannot be reached"
     )
-
-
-def test_rewards_alone_name_all_that_they_lack():
-    """Also beside a name of which nothing is there."""
-    overrides = ["rewards.brightnes=1", "rewards.saturation.options.x=1", "rewards.clip_score=1"]
-    with pytest.raises(UserError) as refusal:
-        check_rewards_alone(load_config("scenes", overrides).rewards)
-    assert str(refusal.value).count("\n- rewards.") == 3
 
 
 @pytest.mark.parametrize(

@@ -11,39 +11,10 @@ from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.guidance import guidance_of
-from g2rpo.train.build import Request, build
 from g2rpo.train.consistency import SETTINGS, complaints_of
 from g2rpo.train.found import find
 from tests.support.runs import trainer
 from tests.support.tolerances import rounding
-
-
-def rows(config, *overrides):
-    """The base's evaluation and the first iteration of a run."""
-    asked = load_config(str(config), ["trainer.iterations=1", "rewards.brightness=1", *overrides])
-    trainer = build(Request(config=asked))
-    return {row["kind"] + str(row["iteration"]): row for row in trainer.train()}
-
-
-def learnt(row):
-    return {
-        name: row[name]
-        for name in row
-        if name.startswith(("reward/", "loss", "grad_norm", "log_prob"))
-    }
-
-
-@pytest.mark.slow  # trains the tiny models three times
-@pytest.mark.parametrize("model", ["sd3", "flux"])
-def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(
-    request, tiny_config, model
-):
-    """Classifier-free guidance, and guidance that is an input of the network."""
-    path = f"policy.path={request.getfixturevalue(f'{model}_directory')}"
-    both = rows(tiny_config, path, "policy.guidance_scale=4.5", "sampling.guidance_scale=1")
-    high, low = (rows(tiny_config, path, f"policy.guidance_scale={scale}") for scale in (4.5, 1))
-    assert learnt(both["train1"]) == learnt(low["train1"]) != learnt(high["train1"])
-    assert learnt(both["eval0"]) == learnt(high["eval0"]) != learnt(low["eval0"])
 
 
 class Guided(GaussianPolicy):

@@ -15,11 +15,7 @@ from g2rpo.train.evaluation.sampler import sampler_of
 from tests.support.commands import adapter_of, done, refused
 
 LARGER = ["evaluation.height=64", "evaluation.width=48"]
-FEW = [
-    "rewards.scene_accuracy=",
-    "rewards.brightness=1",
-    "trainer.iterations=1",
-]
+FEW = ["rewards.scene_accuracy=", "rewards.brightness=1", "trainer.iterations=1"]
 
 
 @pytest.mark.slow  # trains twice

@@ -83,23 +83,6 @@ def test_a_run_goes_on_by_its_directory_alone(capsys, begun):
     assert max(float(two[name].abs().max()) for name in two if "lora_B" in name) > 0.01  # from 0
 
 
-@pytest.mark.slow  # `resume` is quick, and the same underneath
-def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, tmp_path, monkeypatch):
-    """A recipe's name does no harm if it is the run's."""
-    monkeypatch.chdir(tmp_path)
-    few = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "algorithm.group_size=3"]
-    few += ["evaluation.num_prompts=2", "evaluation.rewards.scene_clip="]
-    again = ["--run-dir", "run", "--resume"]
-    done(capsys, "train", "scenes", *few, "--run-dir", "run")
-    done(capsys, "train", "scenes", *again)
-    done(capsys, "train", "trainer.iterations=2", *again)
-    assert Run(tmp_path / "run").read_log()[-1]["iteration"] == 2
-    err = refused(capsys, "train", "scenes", "algorithm.group_size=4", *again)
-    assert "algorithm.group_size: 3 there, 4 here" in err
-    assert "`g2rpo resume run` continues that run" in err
-    assert "another config" in refused(capsys, "train", "scenes-fast", *again)
-
-
 DEADLY = """
 import os
 from pathlib import Path

@@ -18,13 +18,12 @@ from contextlib import suppress
 import pytest
 import torch
 
-from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
+from g2rpo.core.errors import Interrupted, Preempted, UserError
 from g2rpo.core.process import EXIT_CODES, NOTHING_KEPT, stopped_by
 from g2rpo.core.stopping import Stopping, stoppable
 from g2rpo.lab.compare import jobs
 from g2rpo.lab.compare.jobs import Job, working
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.rewards.analytic import load_function
 from g2rpo.train import checks
 from g2rpo.train.run.checkpoint import newest_iteration
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
@@ -257,12 +256,11 @@ PIPED = [sys.executable, "-m", "g2rpo", "recipes"]
 
 def without_signs_of_life(stderr: str) -> str:
     """How many there are depends on the machine's load."""
-    return re.sub(r"g2rpo: recipes: still working, \d+ s\n", "", stderr)
+    return re.sub(r"g2rpo: recipes: still working, \d+ s.*\n", "", stderr)
 
 
 @pytest.mark.parametrize(
-    "streams",
-    [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>&1"],
+    "streams", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>&1"]
 )
 def test_without_a_stream_or_room_for_its_lines_a_command_does_its_work(streams):
     """As services and cron begin commands; nothing that cannot be printed is an error."""
@@ -401,16 +399,6 @@ def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(monkeypatch):
     with stopping.after(lambda: asked.append(True)):
         stopping.handle(signal.SIGTERM, None)
     assert asked
-
-
-class Leaves:
-    def __init__(self):
-        sys.exit(0)
-
-
-def test_a_class_that_calls_exit_does_not_end_it_either():
-    with pytest.raises(Stopped, match=r"sys\.exit\(0\)"), stoppable("stopped"):
-        load_function(f"{__file__}:Leaves")()
 
 
 def test_what_a_reward_does_to_its_pictures_and_prompts_stays_with_it():

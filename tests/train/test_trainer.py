@@ -18,16 +18,7 @@ from g2rpo.train.collector import Stopwatch
 from g2rpo.train.first_group import widest
 from g2rpo.train.listeners import Ask
 from g2rpo.train.run.checkpoint import checkpoints
-from tests.support.runs import (
-    asking,
-    cut,
-    log,
-    mean,
-    resumed,
-    smooth,
-    trainer,
-    untimed,
-)
+from tests.support.runs import asking, cut, log, mean, resumed, smooth, trainer, untimed
 from tests.support.tolerances import Tolerance, adam, near, reordered, rounding
 
 

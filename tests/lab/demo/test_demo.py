@@ -23,12 +23,7 @@ from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
 from g2rpo.lab.demo.command import FIRST_PROMPT, opening, opening_of
 from g2rpo.lab.demo.drawing import draw, offered_granularities, plan_label, trace_group
-from g2rpo.lab.demo.model import (
-    MAX_PROMPT,
-    config_of_model,
-    open_model,
-    what_it_is,
-)
+from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model, what_it_is
 from g2rpo.lab.demo.views import change, drawing_html, trace_html, written_score
 from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.models import load

@@ -15,7 +15,6 @@ from g2rpo.lab.report.charts import (
     VARIABLES,
     WIDTH,
     compact,
-    key_mark,
     line_chart,
     thin,
 )
@@ -73,24 +72,6 @@ def test_degenerate_lines_still_draw(values):
     assert "nan" not in text and "inf" not in text
 
 
-def test_a_page_can_hold_several_charts():
-    """What matplotlib would leave to a file of its own is gone: fonts, styles for the whole page,
-    and names that two charts share. Words keep their spaces, quotes and decimals."""
-    lines = [
-        CurveLine("a", [0, 1, 2], [0.1, 0.2, 0.3], style, [(0.0, 0.4)] * 3, "marked")
-        for style in range(7)
-    ]
-    word = 'drift, 1 < 2 & "so" 0.123456'
-    drawings = [str(line_chart(Panel("", lines), alt, [(1, word)])) for alt in "ab"]
-    both = "".join(drawings)
-    ids = re.findall(r' id="([^"]*)"', both)
-    assert len(ids) == len({*ids}) > 0 and {*re.findall('href="#([^"]*)"', both)} == {*ids}
-    for text in [*drawings, str(key_mark(1)), str(key_mark(0, "range"))]:
-        unnamed = re.sub('href="[^"]*"| id="[^"]*"', "", text)
-        assert not re.search(r"font|<style|<g|clip|rotate|#[0-9a-f]{6}\b", unnamed)
-    assert [mark.find("title").text for mark in alarms(parsed(drawings[0]))] == [word]
-
-
 def test_thinning_keeps_means(monkeypatch):
     nan = math.nan
     monkeypatch.setattr(charts, "POINTS", 5)
@@ -98,23 +79,6 @@ def test_thinning_keeps_means(monkeypatch):
     assert x == [0.5, 2.5, 4.5, 6.5, 8.5]
     assert y == pytest.approx([1.0, 5.0, nan, 1.0, 9.0], nan_ok=True)
     assert thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
-
-
-def luminance(colour):
-    """Relative luminance (WCAG 2.2)."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_stand_out_from_the_paper(colours):
-    """WCAG 2.2: contrast of at least 4.5 for text and 3 for graphics."""
-    paper = luminance(colours["paper"])
-    text = dict.fromkeys(("ink", "soft", "up", "down"), 4.5)
-    for name, least in {**text, **{f"c{line}": 3 for line in range(6)}}.items():
-        low, high = sorted((luminance(colours[name]), paper))
-        assert (high + 0.05) / (low + 0.05) >= least, (name, colours[name])
 
 
 def test_charts_are_drawn_in_the_colours_of_the_page():

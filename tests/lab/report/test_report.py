@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from g2rpo.core.statistics import RIGHT, Comparison, Interval, figures, in_time,
 from g2rpo.lab.report import page
 from g2rpo.lab.report.charts import compact
 from g2rpo.lab.report.history import SeedGroup, read_runs, seed_groups, summary_of
-from g2rpo.lab.report.page import render, state
+from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS, first_group, pictures
 from g2rpo.train.evaluation.heldout import (
     read_rows,
@@ -92,12 +91,6 @@ def test_charts_tables_and_costs_hold_the_logged_numbers(run_dir, html):
     assert f"Network evaluations {spent:,}" in words(html) and "… rollout" in words(html)
     # iterations, prompts, branch steps, granularities, members
     assert f"Pictures scored {4 * 2 * 3 * 2 * 6}," in words(html)
-
-
-def test_a_run_of_one_iteration_has_no_plural(copied):
-    (run,) = read_runs([copied.path])
-    config = copied.read_config(["trainer.iterations=1"])
-    assert state(replace(run, config=config)) == "Finished: 1 iteration."
 
 
 def test_the_page_needs_nothing_else(html):
@@ -172,7 +165,7 @@ SUMMARIES = [
         {"rewards": {"one": UP, "two": FLAT}, "right": (0.43, 0.62), "alarms": ["hacking"]},
         [
             "Trained on one for 4 iterations: right on 62 % of 192 held-out prompts, before"
-            " training 43 % (+19 points, +13 to +24). Worse: alarm hacking. Next: the reward is being gamed",
+            " training 43 % (+19 points, +13 to +24). Worse: alarm hacking. Next: the reward is being gamed"
         ],
     ),
     (
@@ -183,10 +176,7 @@ SUMMARIES = [
         ],
     ),
     (
-        {
-            "rewards": {"one": (True, 0.5, 0.3, 0.05, 0.4), "two": DOWN},
-            "alarms": ["a", "b"],
-        },
+        {"rewards": {"one": (True, 0.5, 0.3, 0.05, 0.4), "two": DOWN}, "alarms": ["a", "b"]},
         [
             "one fell, −0.50 standard deviations (−0.75 to −0.25).",
             "Worse: one (−0.50 s.d.); two (−2.00 s.d.); alarms a and b. Next: look at the report.",
@@ -217,10 +207,7 @@ SUMMARIES = [
         ],
     ),
     ({"rewards": {"one": UP}} | LOST, [f"Worse: {LESS}. Next: train on what fell too"]),
-    (
-        {"rewards": {"one": UP}} | VARIED,
-        ["(+0.25 to +0.75). Next: "],
-    ),
+    ({"rewards": {"one": UP}} | VARIED, ["(+0.25 to +0.75). Next: "]),
     (
         {"rewards": {"one": UP}} | LOST_RIGHT,
         ["Worse: right pictures of one prompt differ 0.70 times as much as before. "],
@@ -430,8 +417,7 @@ INCOMPLETE = [
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "judged"),
-    few(INCOMPLETE, lambda case: case[0] in (stop, lose_a_reward)),
+    ("change", "told", "judged"), few(INCOMPLETE, lambda case: case[0] in (stop, lose_a_reward))
 )
 def test_a_run_that_is_not_whole_has_a_page_that_says_so(copied, change, told, judged):
     """`judged` is the iteration whose weights are compared with the base's."""

@@ -223,15 +223,6 @@ def test_what_changed_is_first_what_became_right(tmp_path):
         assert s.changed()[0][0] == base.prompts[2]
 
 
-def test_the_page_says_what_it_does(tmp_path):
-    page = pytest.importorskip("g2rpo.lab.teach.page")
-    with begun(tmp_path) as s:
-        assert page.status(s, False) == "Learning begins after 3 answers."
-        teach(s, 8)
-        assert "of pairs it has not seen; 50 % is chance" in page.status(s, False)
-        assert 'class="teach-headline"' in page.beside_html(s, "")
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("overrides", "weights"),

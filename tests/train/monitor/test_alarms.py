@@ -461,17 +461,6 @@ def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
     assert b"alarms/hacking" in board.read_bytes()
 
 
-@pytest.mark.slow
-def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
-    """Cut between the checkpoint of 5 and the end: the rows after it are made again, and are the
-    same, alarms included."""
-    _, rows, _, _, at = warned
-    cut(alarmed(tmp_path), "train", 9)
-    heard = []
-    rows_of(alarmed(tmp_path, heard=heard, make=resumed))
-    assert log(tmp_path) == json.loads(json.dumps(rows)) and len(heard) == (at > 5)
-
-
 def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
     _, rows, _, weights, at = warned
     stopped_rows, stop = rows_of(alarmed(tmp_path, "alarms.action=stop"))
