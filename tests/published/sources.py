@@ -99,13 +99,13 @@ SOURCES = {
 
 def table() -> str:
     """As docs/reproduction.md has it."""
-    lines = ["| algorithm | repository, commit | path: lines | beside it |", "|---|---|---|---|"]
+    lines = ["| algorithm | repository@commit | path: lines | beside it |", "|---|---|---|---|"]
     for name, source in SOURCES.items():
         repository = f"https://github.com/{source.repository}"
         files = "; ".join(
             f"[{path}]({repository}/blob/{source.commit}/{path}): {where}"
             for path, where in source.files.items()
         )
-        cells = (name, f"{source.repository} {source.commit}", files, f"`{source.beside}`")
+        cells = (name, f"{source.repository}@{source.commit}", files, f"`{source.beside}`")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

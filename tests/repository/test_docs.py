@@ -252,7 +252,7 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
 @pytest.mark.parametrize(
     ("page", "pattern", "least"),
     [
-        ("architecture", r"^\| .* \| `([\w.]+)` \|$", 35),  # where something is
+        ("architecture", r"^- `([\w.]+)`: ", 35),  # where something is
         ("log", r"`((?:train|rollout)\.\w+\.[\w.]+)`", 8),  # what computes a value
     ],
 )
