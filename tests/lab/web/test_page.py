@@ -1,6 +1,5 @@
 """Whom the pages of the demo and of teaching answer, and what they give out."""
 
-import contextlib
 import json
 import logging
 import os
@@ -9,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 
 import pytest
 from starlette.datastructures import Headers
@@ -99,9 +99,41 @@ def test_the_page_is_served_whatever_proxies_the_environment_has(proxy):
     assert done.stdout.split() == ["200", "None", "example.org"], done.stderr
 
 
-@pytest.fixture(scope="module", params=[None, "secret"])
+class Asked:
+    """A browser with cookies at an address."""
+
+    def __init__(self, address, token):
+        self.address, self.token = address, token
+        cookies = urllib.request.HTTPCookieProcessor()
+        self.open = partial(urllib.request.build_opener(cookies).open, timeout=60)
+
+    def login(self):
+        if self.token:
+            self.open(f"{self.address}login", f"username=a&password={self.token}".encode()).close()
+
+    def __call__(self, path, body=None, **headers):
+        """The status and the body of the answer."""
+        headers = {"Content-Type": "application/json"} | headers
+        try:
+            with self.open(urllib.request.Request(self.address + path, body, headers)) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as refused:
+            return refused.code, b""
+
+    def config(self):
+        """What the page's own script reads, and the number of its question."""
+        config = json.loads(self("config")[1])
+        (index,) = [one["id"] for one in config["dependencies"] if one["inputs"]]
+        return config, index
+
+
+def question(number, data=("a",)):
+    return json.dumps({"data": data, "fn_index": number, "session_hash": "x"}).encode()
+
+
+@pytest.fixture(params=[None, "secret"], scope="module")
 def served(request):
-    """(address, token) of a page with one question, without a token and with one."""
+    """A page with one question, without a token and with one: a function that asks it."""
     gradio = pytest.importorskip("gradio")
     from g2rpo.lab.page import ONE_AT_A_TIME, page_of, serve
 
@@ -110,80 +142,60 @@ def served(request):
         box.submit(lambda words: words, box, box, **ONE_AT_A_TIME)
 
     page = page_of("Any", "demo", "", {"Ask": view})
-    yield serve(page, Address("127.0.0.1", free_port(), request.param)), request.param
+    address = serve(page, Address("127.0.0.1", free_port(), request.param))
+    yield lambda: Asked(address, request.param)
     page.close(verbose=False)
+
+
+API = "gradio_api"
+JOIN, FILE = f"{API}/queue/join", f"{API}/file={__file__}"
+WAYS = f"""
+{FILE} {API}/file=/etc/passwd {API}/file=Makefile {API}/file/../../etc/passwd
+static/..%2f..%2f..%2fetc/passwd assets/..%2f..%2f..%2fetc/passwd
+{API}/proxy=http://127.0.0.1:1/x {API}/proxy=https://a.hf.space/x
+monitoring {API}/runs {API}/vibe-code
+"""
 
 
 def test_nothing_is_given_out_but_the_page(served):
     """By Gradio's own means: no file, no proxy, no API to call around the page's queue, nothing
     without the login, no telemetry; also for who is let in."""
-    address, token = served
-    client = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-
-    def asked(path, body=None, **headers):
-        """The status and the body of the answer."""
-        headers = {"Content-Type": "application/json"} | headers
-        request = urllib.request.Request(f"{address}{path}", body, headers)
-        try:
-            with client.open(request, timeout=60) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as refused:
-            return refused.code, b""
-
-    api = "gradio_api"
-    join, file = f"{api}/queue/join", f"{api}/file={__file__}"
-    if token:
-        for path in ("config", f"{api}/info", join, file):
-            assert asked(path, b"{}" if path == join else None)[0] == 401
-        client.open(f"{address}login", f"username=a&password={token}".encode(), timeout=60).close()
-    ways = [
-        *(file, f"{api}/file=/etc/passwd", f"{api}/file=Makefile", f"{api}/file/../../etc/passwd"),
-        *("static/..%2f..%2f..%2fetc/passwd", "assets/..%2f..%2f..%2fetc/passwd"),
-        *(f"{api}/proxy=http://127.0.0.1:1/x", f"{api}/proxy=https://a.hf.space/x"),
-        *("monitoring", f"{api}/runs", f"{api}/vibe-code"),
-    ]
-    for path in ways:
+    asked = served()
+    if asked.token:
+        for path in ("config", f"{API}/info", JOIN, FILE):
+            assert asked(path, b"{}" if path == JOIN else None)[0] == 401
+    asked.login()
+    for path in WAYS.split():
         assert asked(path)[0] in (400, 401, 403, 404), path
-    config = json.loads(asked("config")[1])
+    config, index = asked.config()
     assert config["analytics_enabled"] is False
-    info = json.loads(asked(f"{api}/info")[1])
+    info = json.loads(asked(f"{API}/info")[1])
     assert info == {"named_endpoints": {}, "unnamed_endpoints": {}}
-    (index,) = [one["id"] for one in config["dependencies"] if one["inputs"]]
-    question = json.dumps({"data": ["a"], "fn_index": index, "session_hash": "x"}).encode()
-    assert asked(join, question)[0] == 200
-    assert asked(f"{api}/run/predict", question)[0] == 404
-    for path in (join, f"{api}/upload"):
-        assert asked(path, question, Origin="http://evil.example")[0] == 403
-    assert asked(join, b" " * 100_000)[0] == 413
-    assert asked("config", Host="evil.example")[0] == (200 if token else 421)
+    assert asked(JOIN, question(index))[0] == 200
+    assert asked(f"{API}/run/predict", question(index))[0] == 404
+    for path in (JOIN, f"{API}/upload"):
+        assert asked(path, question(index), Origin="http://evil.example")[0] == 403
+    assert asked(JOIN, b" " * 100_000)[0] == 413
+    assert asked("config", Host="evil.example")[0] == (200 if asked.token else 421)
 
 
 def test_a_malformed_question_is_one_line(served, caplog):
     """A traceback each: 220 of them wrote 1.6 MB."""
-    address, token = served
-    client = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    if token:
-        client.open(f"{address}login", f"username=a&password={token}".encode(), timeout=60).close()
-    config = json.loads(client.open(f"{address}config", timeout=60).read())
-    (index,) = [one["id"] for one in config["dependencies"] if one["inputs"]]
-    lines = []
+    asked, lines = served(), []
+    asked.login()
+    _, index = asked.config()
     logging.getLogger("uvicorn.error").addFilter(
         keep := lambda record: lines.append(record) or True
     )
     for number, data in ((index, []), (999, ["a"]), (index, [])):
-        body = json.dumps({"data": data, "fn_index": number, "session_hash": "x"}).encode()
-        request = urllib.request.Request(
-            f"{address}gradio_api/queue/join", body, {"Content-Type": "application/json"}
-        )
-        with contextlib.suppress(urllib.error.HTTPError):
-            client.open(request, timeout=60).close()
-    asked, ends = "not answered: ValueError: An event handler", time.monotonic() + 20
-    while caplog.text.count(asked) < 2 and time.monotonic() < ends:
+        asked(JOIN, question(number, data))
+    said, ends = "not answered: ValueError: An event handler", time.monotonic() + 20
+    while caplog.text.count(said) < 2 and time.monotonic() < ends:
         time.sleep(0.05)
     logging.getLogger("uvicorn.error").removeFilter(keep)
     told = [record for record in caplog.records if record.name == "g2rpo.lab.page"]
-    assert [asked in record.getMessage() for record in told] == [True, True]
+    assert [said in record.getMessage() for record in told] == [True, True]
     assert ["KeyError: 999" in record.getMessage() for record in lines] == [True]
     for record in told + lines:
-        said = record.getMessage()
-        assert len(said) < 350 and "\n" not in said and not record.exc_info
+        message = record.getMessage()
+        assert len(message) < 350 and "\n" not in message and not record.exc_info

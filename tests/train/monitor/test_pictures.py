@@ -6,7 +6,6 @@ from itertools import chain
 import pytest
 import torch
 
-from g2rpo.core.statistics import percent
 from g2rpo.train.monitor import pictures
 from g2rpo.train.monitor.pictures import RIGHT_COLOUR, WRONG_COLOUR, PictureRow, _canvas
 
@@ -45,10 +44,3 @@ def test_right_and_wrong_are_marked_below_their_pictures():
         below = canvas.crop((x, y + height, x + width, canvas.height))
         colours = {colour for _, colour in below.getcolors(10**6)}
         assert {RIGHT_COLOUR, WRONG_COLOUR} & colours == own
-
-
-def test_a_share_in_the_note_is_drawn_without_a_box():
-    """Its space before the percent sign is one that the font lacks."""
-    row = PictureRow(torch.ones(1, 3, 64, 64))
-    noted = [_canvas([row], ["a"], note)[0].tobytes() for note in (percent(0.5), "50 %")]
-    assert noted[0] == noted[1]
