@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.epg import EPG
-from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
+from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised, mean_square
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
@@ -75,6 +75,32 @@ def test_the_distances_in_the_log_are_to_the_old_and_to_the_base_velocity(kind):
     assert_close(pulled.values - plain.values, torch.full((4,), 50.0), **rounding(4, size=60.0))
 
 
+def awm(v, given):
+    error = mean_square(v - (given.noise - given.image))
+    return given.advantages / 5 * given.sigma * error**0.25 / 0.25 + mean_square(v - given.old)
+
+
+def dgpo(v, given):
+    error = mean_square(v - (given.noise - given.image))
+    return given.advantages * error / (1 + (-given.group_sum).exp())
+
+
+@pytest.mark.parametrize(("algorithm", "formula"), [(AWM(), awm), (DGPO(clip_range=9), dgpo)])
+def test_a_members_gradient_is_that_of_the_formula(algorithm, formula):
+    """In float64, away from the old weights; the sum over a group is part of DGPO's weight."""
+    random = torch.Generator().manual_seed(0)
+    image, noise, x, v, old = torch.randn(5, 2, 6, generator=random)
+    told = {"advantages": torch.tensor([1.5, -0.7]), "group_sum": torch.tensor([1.3, -2.0])}
+    told |= {"image": image, "noise": noise, "x": x, "sigma": torch.tensor([0.9, 0.4]), "old": old}
+    found = []
+    for loss, dtype in ((algorithm.member_loss, v.dtype), (formula, torch.float64)):
+        given = Noised(**{name: of.to(dtype) for name, of in told.items()}, velocity=v.to(dtype))
+        own = given.velocity.requires_grad_()
+        values = loss(given) if loss is not formula else loss(own, given)
+        found.append(torch.autograd.grad(values.sum(), own)[0].float())
+    assert_close(*found, **rounding(30, size=4.0))
+
+
 # --- fresh times and noise
 
 
@@ -99,6 +125,14 @@ def test_awm_draws_one_from_each_part_of_the_grid():
     assert steps.shape == (200, 6, 3) and torch.equal(steps[..., 0], steps[..., 2])
     for part, expected in enumerate(({1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11})):
         assert set(steps[:, part].flatten().tolist()) == expected
+
+
+def test_dgpo_draws_early_times_and_samples_with_old_weights_after_200_updates():
+    """Four of seven; one is missed by all of 100 draws with a probability of (3/7)^100."""
+    steps = torch.stack([drawn(DGPO(group_size=3), 10, key) for key in range(100)])
+    assert set(steps.flatten().tolist()) == set(range(7)) and steps.shape == (100, 4, 3)
+    assert all(len(set(one[:, 0].tolist())) == 4 for one in steps)
+    assert [DGPO().samples_old(updates) for updates in (200, 201)] == [False, True]
 
 
 @pytest.mark.parametrize("algorithm", [DiffusionNFT(), AWM(), DGPO(group_size=24), EPG()])

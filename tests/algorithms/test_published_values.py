@@ -2,19 +2,22 @@
 kept."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.flow_grpo import FlowCPS, FlowGRPO, FlowGRPOFast, GRPOGuard, TempFlowGRPO
 from g2rpo.algorithms.forward_process import DiffusionNFT
 from g2rpo.core.flow import cps_kernel, scheduler_grid, sigma_grid
 from g2rpo.core.noise import Normal, generator_for
-from g2rpo.core.objectives import kernel_kl
+from g2rpo.core.objectives import RewardMix, kernel_kl
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
+from tests.algorithms.test_bounds import having
 from tests.algorithms.test_neighbours import collected, steps_between
 from tests.support.runs import trainer
 from tests.support.tolerances import EXACT, rounding
@@ -131,6 +134,17 @@ def test_a_loss_knows_which_step_each_of_its_rows_is(monkeypatch, kind):
     for steps in seen:
         assert_close(steps.dsigma, t.sigmas[steps.step] - t.sigmas[steps.step + 1], **EXACT)
     assert len(torch.cat([steps.step for steps in seen]).unique()) == 5
+
+
+@pytest.mark.parametrize("kind", having("reward_mix", EPG), ids=lambda kind: kind.name)
+def test_rewards_are_mixed_as_the_config_says(kind):
+    """Three ways, three advantages."""
+    rewards = torch.randn(3, 2, 1, 5, generator=torch.Generator().manual_seed(3))
+    mixed = {
+        tuple(kind(reward_mix=mix).advantages(rewards, torch.tensor([0.3, 2])).flatten().tolist())
+        for mix in get_args(RewardMix)
+    }
+    assert len(mixed) == 3
 
 
 def tracked(rewards, whole_batch):

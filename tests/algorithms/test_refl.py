@@ -2,11 +2,14 @@
 scores."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import ReFL
+from g2rpo.core.data import Batch, Example
+from g2rpo.core.flow import sigma_grid
 from g2rpo.train.collector import Stopwatch
 from tests.support.runs import trainer
 from tests.support.tolerances import near, rounding
@@ -54,10 +57,17 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
     assert row["loss"] == near(2 - row["predicted_reward"], rounding(60, size=2.0))
 
 
-def test_beyond_the_ceiling_nothing_is_learnt():
-    t = made("algorithm.ceiling=0.1")
-    seen = Watched(t)
-    assert t.iterate()["loss"] == 0 and not seen.gradients[0][0].any()
+def test_predictions_with_a_score_below_the_ceiling_teach():
+    """Of the others one has no score, one is above, and one had no score in the rollout."""
+    scores, counts = torch.tensor([0.25, math.nan, 0.9, 0.3]), torch.tensor([1.0, 1, 1, 0])
+    network = SimpleNamespace(velocity=lambda x, *at: x, reward=lambda *at: scores)
+    batch = Batch.of([Example(0, 3, torch.zeros(4, 3), counts)], sigma_grid(5), first=True)
+    loss = ReFL(ceiling=0.75).loss(batch, network)
+    assert loss.values.tolist() == [0.5, 0, 0, 0]
+    assert loss.log["predicted_reward"].isnan().tolist() == [False, True, False, True]
+    rewards = torch.tensor([[[[1.0, math.nan]], [[math.nan, 2.0]]]])
+    # of the second reward no score is needed
+    assert ReFL().advantages(rewards, torch.tensor([1.0, 0])).tolist() == [[1, 0]]
 
 
 def test_a_member_without_a_score_does_not_count():

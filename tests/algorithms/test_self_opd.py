@@ -8,10 +8,12 @@ import torch
 from torch import nan
 
 from g2rpo.algorithms.self_opd import SelfOPD
+from g2rpo.core.noise import Normal
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import above_baseline
+from tests.algorithms.test_neighbours import steps_of
 from tests.support.runs import brightness, trainer
 from tests.support.tolerances import near, reordered, rounding
 
@@ -109,6 +111,14 @@ def test_loss_and_gradient_are_the_closed_forms():
     assert row["loss"] == near(float(sum(losses) / len(losses)), rounding(200, size=1.0))
 
 
+def test_a_step_with_little_noise_is_divided_by_the_smallest_scale():
+    """2 |3e-4|^2 / 1e-6, for 2 std^2 is 2e-8. A log-prob of size 8 gives it, times 2e-8 / 1e-6."""
+    away, std = torch.full((1, 4), 3e-4), torch.full((1,), 1e-4)
+    told = {"log_prob": Normal(0 * away, std).log_prob(away), "std": std}
+    loss = SelfOPD().policy_loss(steps_of(1, advantages=torch.tensor([2.0]), **told))
+    torch.testing.assert_close(loss, torch.tensor([0.18]), **rounding(20, size=2 * 8 * 0.02))
+
+
 # --- the steps
 
 
@@ -119,6 +129,7 @@ def test_early_steps_are_drawn_more_often():
     shares = torch.tensor(one.step_weights) / sum(one.step_weights)
     found = (drawn[:, None] == torch.arange(9)).float().mean(0)
     assert ((found - shares).abs() <= 4 * (shares * (1 - shares) / 2000).sqrt()).all()
+    assert {one.plans(4, each)[0].branch for each in range(200)} == {0, 1, 2}  # a tail follows
     pairs = [[plan.branch for plan in SelfOPD().plans(10, each, seed=3)] for each in range(100)]
     assert all(a < b for a, b in pairs) and len({tuple(pair) for pair in pairs}) > 10
 

@@ -65,6 +65,8 @@ def test_lengths_are_the_least_whose_entropy_reaches_the_threshold(steps, shift)
     assert merges(sigma_grid(steps, shift), ETA, first_half) == wanted
     if (steps, shift) == (16, 3):
         assert EGRPO().merged_steps == (1, *wanted) == merges(sigma_grid(16, 3.0), ETA, range(8))
+        # where none reaches it, all but the last step
+        assert merges(sigma_grid(16, 3.0), ETA / 100, (3, 9)) == (12, 6)
 
 
 @torch.no_grad()

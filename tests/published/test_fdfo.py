@@ -158,6 +158,8 @@ def test_advantages_are_halves_of_the_difference_and_0_without_a_score():
     rewards = torch.tensor(of_prompts)[:, :, None]
     advantages = FDFO().advantages(rewards, torch.tensor([1.0, 2.0]))
     assert advantages.tolist() == [[-1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    three = FDFO(group_size=3).advantages(torch.tensor([[[[1, torch.nan, 3]]]]), torch.ones(1))
+    assert three.tolist() == [[-1.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
