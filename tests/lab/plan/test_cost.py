@@ -42,6 +42,7 @@ from g2rpo.train.ranks import divided
 from g2rpo.train.trainer import Trainer
 from tests.lab.counting import Counting
 from tests.support import runs
+from tests.support.tables import rows
 from tests.support.tiny import sd3_pipeline
 from tests.support.variants import few
 
@@ -560,21 +561,21 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     assert seconds.run == pytest.approx(3 * sum(parts.values()) + evaluated + seconds.encoding)
 
 
-@pytest.mark.parametrize(
-    ("told", "card"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40"),
-        ("NVIDIA L40", "l40"),
-        ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA GH200 144G HBM3e", None),
-        ("NVIDIA H20", "h20"),
-        ("Radeon VII", None),
-    ],
-)
+CALLED = """
+NVIDIA H100 80GB HBM3 -> h100
+NVIDIA A100-SXM4-80GB -> a100
+NVIDIA A100-PCIE-40GB -> a100-40
+NVIDIA L40 -> l40
+NVIDIA GH200 480GB -> gh200
+NVIDIA GH200 144G HBM3e -> none
+NVIDIA H20 -> h20
+Radeon VII -> none
+"""
+
+
+@pytest.mark.parametrize(("told", "card"), rows(CALLED))
 def test_cards_are_known_by_what_torch_calls_them(told, card):
-    assert card_of(told) == (CARDS[card] if card else None)
+    assert card_of(told) == CARDS.get(card)
 
 
 # of 100 iterations of 10 s; the base is evaluated in 50 s after 50 s of encoding

@@ -34,6 +34,7 @@ from g2rpo.train.run.folder import Run
 from tests.lab.report.pages import attributes, chart_labels, charts, make_run, words, write_log
 from tests.support.commands import done, refused
 from tests.support.runs import PLAIN, brightness, config
+from tests.support.tables import rows
 from tests.support.tolerances import rounding
 from tests.support.variants import few
 
@@ -146,83 +147,50 @@ def said(directory, rewards, right=(), alarms=(), **more):
     return " ".join(sentences).replace("\N{NO-BREAK SPACE}", " ")
 
 
-UP, FLAT, DOWN = (
-    (True, 0.5, 0.7, 0.05, 0.4),
-    (False, 70.0, 70.4, 0.3, 2.0),
-    (False, 0.8, 0.6, 0.05, 0.1),
-)
-VARIED = {"diversity": {"base": 0.045, "tuned": 0.041}}
-LOST = {"diversity": {"base": 0.045, "tuned": 0.015}}
-LOST_RIGHT = LOST | {"diversity_right": {"base": 0.02, "tuned": 0.014}}
-KEPT_RIGHT = LOST | {"diversity_right": {"base": 0.02, "tuned": 0.019}}
-LESS = "pictures of one prompt differ 0.33 times as much as before"
-SUMMARIES = [
-    (  # a share has no interval beyond all pictures
-        {"rewards": {"one": UP}, "right": (0.9, 0.995)},
-        ["before training 90 % (+9 points, +5 to +10)."],
-    ),
-    (
-        {"rewards": {"one": UP, "two": FLAT}, "right": (0.43, 0.62), "alarms": ["hacking"]},
-        [
-            "Trained on one for 4 iterations: right on 62 % of 192 held-out prompts, before"
-            " training 43 % (+19 points, +13 to +24). Worse: alarm hacking. Next: the reward is being gamed"
-        ],
-    ),
-    (
-        {"rewards": {"one": UP}},
-        [
-            "on 192 held-out prompts one rose, +0.50 standard deviations (+0.25 to +0.75). Next: `g2rpo evaluate ",
-            "run-controls` tries whether other sampler settings do as well.",
-        ],
-    ),
-    (
-        {"rewards": {"one": (True, 0.5, 0.3, 0.05, 0.4), "two": DOWN}, "alarms": ["a", "b"]},
-        [
-            "one fell, −0.50 standard deviations (−0.75 to −0.25).",
-            "Worse: one (−0.50 s.d.); two (−2.00 s.d.); alarms a and b. Next: look at the report.",
-        ],
-    ),
-    (
-        {"rewards": {"one": UP, "two": (True, 0.5, 0.51, 0.05, 0.4)}},
-        ["Trained on one and two", "two did not clearly change, +0.03 standard deviations"],
-    ),
-    (
-        {"rewards": {"one": UP, "watched": (None, 0.8, 0.9, 0.05, 0.4)}},
-        ["Trained on one for 4 iterations", ". Next: `g2rpo evaluate "],
-    ),
-    (  # beyond the error, and a fiftieth of what the prompts differ by
-        {
-            "rewards": {
-                "red": (True, 0.048887, 0.049108, 0.00003, 0.011),
-                "green": (False, 0.5, 0.499, 0.0001, 0.05),
-            }
-        },
-        ["red rose slightly, +0.02 standard deviations", ". Next: `g2rpo evaluate "],
-    ),
-    (
-        {"rewards": {"one": (True, 0.5, math.nan, 0.05, 0.4)}},
-        [
-            "on 192 held-out prompts one gave no scores. Next: `g2rpo resume ",
-            "iterations=8` trains on.",
-        ],
-    ),
-    ({"rewards": {"one": UP}} | LOST, [f"Worse: {LESS}. Next: train on what fell too"]),
-    ({"rewards": {"one": UP}} | VARIED, ["(+0.25 to +0.75). Next: "]),
-    (
-        {"rewards": {"one": UP}} | LOST_RIGHT,
-        ["Worse: right pictures of one prompt differ 0.70 times as much as before. "],
-    ),
-    ({"rewards": {"one": UP}} | KEPT_RIGHT, ["(+0.25 to +0.75). Next: "]),
-]
+SCORED = {
+    "up": (True, 0.5, 0.7, 0.05, 0.4),
+    "fell": (True, 0.5, 0.3, 0.05, 0.4),
+    "even": (True, 0.5, 0.51, 0.05, 0.4),
+    "slightly": (True, 0.048887, 0.049108, 0.00003, 0.011),
+    "unscored": (True, 0.5, math.nan, 0.05, 0.4),
+    "watched": (None, 0.8, 0.9, 0.05, 0.4),
+    "flat": (False, 70.0, 70.4, 0.3, 2.0),
+    "down": (False, 0.8, 0.6, 0.05, 0.1),
+    # beyond the error, and a fiftieth of what the prompts differ by
+    "little": (False, 0.5, 0.499, 0.0001, 0.05),
+}
+SUMMARIES = """
+one=up right=0.9,0.995 -> before training 90 % (+9 points, +5 to +10).
+one=up two=flat right=0.43,0.62 alarms=hacking -> Trained on one for 4 iterations: right on 62 % of 192 held-out prompts,
+one=up two=flat right=0.43,0.62 alarms=hacking -> before training 43 % (+19 points, +13 to +24). Worse: alarm hacking. Next: the
+one=up -> on 192 held-out prompts one rose, +0.50 standard deviations (+0.25 to +0.75). Next: `g2rpo evaluate
+one=up -> run-controls` tries whether other sampler settings do as well.
+one=fell two=down alarms=a,b -> one fell, −0.50 standard deviations (−0.75 to −0.25).
+one=fell two=down alarms=a,b -> Worse: one (−0.50 s.d.); two (−2.00 s.d.); alarms a and b. Next: look at the report.
+one=up two=even -> Trained on one and two
+one=up two=even -> two did not clearly change, +0.03 standard deviations
+one=up two=watched -> Trained on one for 4 iterations
+one=up two=watched -> . Next: `g2rpo evaluate
+one=slightly two=little -> one rose slightly, +0.02 standard deviations
+one=slightly two=little -> . Next: `g2rpo evaluate
+one=unscored -> on 192 held-out prompts one gave no scores. Next: `g2rpo resume
+one=unscored -> iterations=8` trains on.
+one=up diversity=0.045,0.041 -> (+0.25 to +0.75). Next:
+one=up diversity=0.045,0.015 -> Worse: pictures of one prompt differ 0.33 times as much as before. Next: train on what fell too
+one=up diversity=0.045,0.015 diversity_right=0.02,0.014 -> Worse: right pictures of one prompt differ 0.70 times as much
+one=up diversity=0.045,0.015 diversity_right=0.02,0.019 -> (+0.25 to +0.75). Next:
+"""
 
 
-@pytest.mark.parametrize(("scored", "sentences"), SUMMARIES)
-def test_the_summary_says_what_happened_in_plain_words(tmp_path, scored, sentences):
-    """Intervals by hand: 36 of 192 prompts became right: .1875, ± 1.97 sqrt(.1875 (1 - .1875) /
-    191) = .056."""
-    told = said(tmp_path / "run", **scored)
-    for sentence in sentences:
-        assert sentence in told
+@pytest.mark.parametrize(("words", "sentence"), rows(SUMMARIES))
+def test_the_summary_says_what_happened_in_plain_words(tmp_path, words, sentence):
+    """A share has no interval beyond all pictures. Intervals by hand: 36 of 192 prompts became
+    right: .1875, ± 1.97 sqrt(.1875 (1 - .1875) / 191) = .056."""
+    given = {name: text.split(",") for name, text in (word.split("=") for word in words.split())}
+    scored = {name: SCORED[given.pop(name)[0]] for name in ("one", "two") if name in given}
+    alarms, right = given.pop("alarms", ()), map(float, given.pop("right", ()))
+    more = {name: {"base": float(a), "tuned": float(b)} for name, (a, b) in given.items()}
+    assert sentence in said(tmp_path / "run", scored, [*right], alarms, **more)
 
 
 def test_markup_from_users_is_text(copied):
