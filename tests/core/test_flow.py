@@ -151,19 +151,6 @@ def test_log_prob_is_the_mean_over_entries_of_torchs_normal():
     assert_close(Normal(mean, std).log_prob(x), theirs, **rounding(40, size=1.0))
 
 
-def test_log_prob_gradient_matches_finite_differences():
-    """d log_prob / d velocity through sde_step; float64, where central differences of a quadratic
-    leave 1e-16 / 1e-4."""
-    generator = torch.Generator().manual_seed(0)
-    x, v, x_next = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
-    sigma, sigma_next, g = torch.tensor([[0.7, 0.4], [0.6, 0.3], [0.8, 0.5]])
-
-    def density(v):
-        return sde_step(x, v, sigma, sigma_next, g).log_prob(x_next)
-
-    assert torch.autograd.gradcheck(density, v.requires_grad_(), eps=1e-4, atol=1e-9, rtol=1e-9)
-
-
 def published_tail(branch: int, num_steps: int, stride: int) -> list[int]:
     """The published schedule by its own recipe: the concatenated list of sigmas, all of whose
     entries but the last are evaluated, and the image is predicted from the last evaluated one."""

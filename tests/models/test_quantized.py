@@ -162,10 +162,6 @@ def pictures(policy):
     return Sampler(policy=policy, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS)
 
 
-def relative_error(exact, got):
-    return float((got.float() - exact.float()).norm() / exact.float().norm())
-
-
 @pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "int8".__eq__), indirect=True)
 def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, kind):
     """Loaded again they give the same velocities to the bit, and in diffusers' own pipeline the

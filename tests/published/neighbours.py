@@ -77,8 +77,6 @@ class StableDiffusion3:
 
 
 Network = Callable[[Tensor, Tensor, int], Tensor]
-Bound = tuple[Tensor, Tensor]
-"""Mean and std of a stochastic step."""
 
 
 def flow_sde(eta):
