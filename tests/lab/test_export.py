@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
 from g2rpo.core.errors import UserError
+from g2rpo.core.statistics import percent
 from g2rpo.lab.export import EXPORT_FORMATS, merge
 from g2rpo.lab.tuned_weights import final, load_saved, transformer_folder
 from g2rpo.models import hub, load
@@ -125,7 +126,7 @@ def test_merged_weights_have_the_dtype_of_the_base_and_what_rounding_costs_is_sa
         lost += float((stored[name].double() - exact).square().sum())
         trained += float((exact - before.double()).square().sum())
     assert (
-        f"stored in bfloat16: rounding moves weights by {(lost / trained) ** 0.5:.2%} of what training did"
+        f"stored in bfloat16: rounding moves weights by {percent((lost / trained) ** 0.5, 2)} of what training did"
         in out
     )
     headers = [safe_open(path, "pt") for path in (run / "export" / "merged").glob("*.safetensors")]

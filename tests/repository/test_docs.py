@@ -226,7 +226,10 @@ def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
 
 @any_page
 def test_numbers_are_written_as_programs_print_them(page):
-    """.94 beside a program's 0.94."""
+    """.94 beside a program's 0.94, and 94% beside the 94 % of pages and programs."""
+    assert not re.findall(
+        r"\b\d+%(?! ?\d)", re.sub(r"```.*?```|`[^`]*`", "", TEXTS[page], flags=re.S)
+    )
     assert not re.findall(r"(?<![\w\d/'\"\\\]).])[-+−±]?\.\d\S*", TEXTS[page])
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from g2rpo.cli.output import say, warn
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes, is_hub_id
+from g2rpo.core.statistics import percent
 from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import OnCard, PlanAnswer, on_cards
 from g2rpo.lab.plan.cards import CARDS
@@ -199,7 +200,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     table.add_section()
     if target.cuda:
         table.add_row(
-            f"needed: the largest, {SLACK:.0%} for gaps and {in_bytes(CONTEXT_BYTES)} for CUDA (assumed)",
+            f"needed: the largest, {percent(SLACK)} for gaps and {in_bytes(CONTEXT_BYTES)} for CUDA (assumed)",
             in_bytes(memory.needed),
         )
     table.add_row(f"there is, on {target.name}", in_bytes(target.capacity))

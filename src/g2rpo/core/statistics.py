@@ -350,9 +350,9 @@ def signed(value: float, digits: int) -> str:
     return f"{value:+,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
-def percent(share: float) -> str:
+def percent(share: float, digits: int = 0) -> str:
     """A share: 93 %; a dash for NaN."""
-    return f"{100 * share:.0f}\N{NO-BREAK SPACE}%" if math.isfinite(share) else "–"
+    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%" if math.isfinite(share) else "–"
 
 
 def figures(value: float | None) -> str:

@@ -29,6 +29,7 @@ from g2rpo.core.files import (
     whole_file,
     writing,
 )
+from g2rpo.core.statistics import percent
 from g2rpo.lab.tuned_weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.models import catalogue
 from g2rpo.models.adapters import ADAPTER_FILE, CONFIG, PREFIX, Adapter, write_tensors
@@ -120,7 +121,7 @@ def export(
             f"{_early(config)}; what reads {format} files applies it at all steps, unless told otherwise: {end}"
         )
     if rounding is not None and rounding.dtype:
-        cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
+        cost = f"rounding moves weights by {percent(rounding.share, 2)} of what training did (root mean square)"
         notify(f"stored in {rounding.dtype}: {cost}")
     return out
 

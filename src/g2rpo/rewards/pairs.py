@@ -11,6 +11,7 @@ from torch import Tensor
 from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.images import cut_picture
 from g2rpo.core.rewards import Reward
+from g2rpo.core.statistics import percent
 from g2rpo.data.pairs import read_pairs
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.head import Choice, Head, PictureEncoder, features_of, fit
@@ -53,8 +54,9 @@ class Pairs(Reward):
             raise UserError(f"{self.path}: has fewer than two pairs to fit a head to")
         interval = self.head.agreement
         return (
-            f"the head, fitted to {counted(len(choices), 'choice')} in {self.path}, orders {self.head.agreed:.0%} "
-            f"[{interval.low:.0%}, {interval.high:.0%}] of pairs that it was not fitted to as people did; 50 % is chance"
+            f"the head, fitted to {counted(len(choices), 'choice')} in {self.path}, orders {percent(self.head.agreed)} "
+            f"[{percent(interval.low)}, {percent(interval.high)}] of pairs that it was not fitted to as people did; "
+            "50 % is chance"
         )
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

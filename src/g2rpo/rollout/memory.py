@@ -15,6 +15,7 @@ from torch import Tensor
 from g2rpo.core.data import Cond
 from g2rpo.core.devices import accelerator, empty_cache, measures_memory
 from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.statistics import percent
 from g2rpo.core.types import Policy
 
 Kind = Literal["rollout", "decode", "micro"]
@@ -133,7 +134,7 @@ class BatchSizes:
             rows = largest_batch(partial(_peak, gauge, calls[kind]), limit, most)
             setattr(self, kind, rows)
             self.notify(
-                f"{SIZE_SETTINGS[kind]}: {rows} rows fit this device with {SAFETY_MARGIN:.0%} of its memory to spare"
+                f"{SIZE_SETTINGS[kind]}: {rows} rows fit this device with {percent(SAFETY_MARGIN)} of its memory to spare"
             )
         self.auto.clear()
 

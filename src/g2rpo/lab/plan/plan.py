@@ -14,6 +14,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device, usable_memory
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError, counted, loading, refuse
+from g2rpo.core.events import doing
 from g2rpo.core.files import in_bytes, local
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
@@ -165,7 +166,8 @@ def make_plan(
         check_policy(config, model.policy)
         spread = spread_evaluations(whole, heldout, counts.times_evaluated)
         counts = replace(counts, spread=math.ceil(spread / looking))
-        traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
+        with doing(f"tracing {config.policy.path}"):
+            traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
     reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table.items()}

@@ -20,7 +20,7 @@ from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import write_whole
-from g2rpo.core.statistics import RIGHT, Comparison, figures, fixed, in_time, signed
+from g2rpo.core.statistics import RIGHT, Comparison, figures, fixed, in_time, percent, signed
 from g2rpo.lab.report.charts import (
     compact,
     key_mark,
@@ -223,7 +223,7 @@ def costs(run: RunHistory) -> dict[str, str]:
     spent["… held-out evaluations"] = sum(row["seconds"] for row in run.evaluations)
     training = sum(row["seconds"] for row in run.iterations)
     told = {"Time": in_time(run.seconds)} | {
-        phase: f"{in_time(seconds)}, {seconds / run.seconds:.0%}"
+        phase: f"{in_time(seconds)}, {percent(seconds / run.seconds)}"
         for phase, seconds in spent.items()
         if seconds > LEAST_SHARE * run.seconds
     }

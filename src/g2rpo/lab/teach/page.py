@@ -13,6 +13,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.images import read_inputs
+from g2rpo.core.statistics import percent
 from g2rpo.lab.page import ONE_AT_A_TIME, gr
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
@@ -118,7 +119,7 @@ def status(session: Session, learning: bool) -> str:
     answers, head = len(learnt.choices), learnt.head
     if answers < FIRST_ANSWERS or head is None:
         return f"Learning begins after {FIRST_ANSWERS} answers."
-    agrees = f"Its guess of your choice is right in {head.agreed:.0%} of pairs it has not seen; 50 % is chance."
+    agrees = f"Its guess of your choice is right in {percent(head.agreed)} of pairs it has not seen; 50 % is chance."
     if learning:
         return f"Learning ... {agrees}"
     if not head.trusted:

@@ -19,7 +19,7 @@ from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
 from g2rpo.core.noise import generator_for
-from g2rpo.core.statistics import Z, or_nan, paired
+from g2rpo.core.statistics import Z, or_nan, paired, percent
 from g2rpo.core.types import Policy
 from g2rpo.train.monitor.image_statistics import TAIL
 
@@ -180,7 +180,7 @@ def share(key: str, limit: float, what: str) -> Look:
         mean = sum(or_nan(row.get(key)) for row in rows) / len(rows)
         if len(rows) < WINDOW_ITERATIONS or not mean > limit:
             return None
-        return f"{mean:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
+        return f"{percent(mean)} {what} in the last {len(rows)} iterations, limit {percent(limit)}"
 
     return look
 
@@ -261,7 +261,7 @@ def outside(log: Alarms) -> str | None:
         ):
             low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
             said.append(
-                f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}"
+                f"{name} {mean:.3g}, {percent(row[key])} of the pictures {side} the base's {low:.3g} to {high:.3g}"
             )
     return "; ".join(said) or None
 
@@ -284,7 +284,7 @@ def alike(log: Alarms) -> str | None:
     )
     if not now < LEAST_DIVERSITY * base:
         return None
-    return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {LEAST_DIVERSITY:.0%} of that"
+    return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {percent(LEAST_DIVERSITY)} of that"
 
 
 def crowd(count: int) -> float:
