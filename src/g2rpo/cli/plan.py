@@ -23,24 +23,27 @@ from g2rpo.lab.plan.memory import BYTES_IN_FILES, CONTEXT_BYTES, SLACK
 from g2rpo.lab.plan.plan import COUNTS_OF_ITERATION, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds
 
+MORE = "--all shows work, memory and time in tables."
+
 
 def planned_answer(
     recipe: str,
     overrides: Sequence[str],
     device: str | None,
+    memory: float | None,
     ranks: tuple[int, int | None],
     cards: bool,
     every: bool,
 ) -> tuple[Any, Callable[[Console], None]]:
     """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and
     on a machine; `every`: with tables."""
-    if cards and device is not None:
-        raise UserError("--cards is about every card; leave --device out")
+    if cards and (device, memory) != (None, None):
+        raise UserError("--cards is about every card; leave --device and --memory out")
     if cards:
         rows = on_cards(recipe, overrides, *ranks)
         return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
     answered = answers.plan(
-        recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1]
+        recipe, overrides, device=device, memory=memory, ranks=ranks[0], ranks_per_node=ranks[1]
     )
     return answered.plain(), partial(show_plan, answered, every)
 
@@ -49,7 +52,14 @@ def show_plan(answer: PlanAnswer, every: bool, console: Console) -> None:
     """Prints whether the run fits and how long it takes, what it is, and what the plan does not
     know; with `every` the tables of work, memory and time."""
     plan, policy = answer.plan, answer.plan.config.policy
-    _verdict(answer, console)
+    lines, brief = _verdict(answer), answer.target.limited and not every
+    if brief:  # asked is whether it fits, and how
+        lines = [lines[0], " ".join(map(str.strip, [*lines[1:], *answer.notes, MORE]))]
+    console.print(lines[0], highlight=False)
+    for line in lines[1:]:
+        say(console, line)
+    if brief:
+        return
     licence = "" if answer.licence is None else f"; {answer.licence}"
     say(
         console,
@@ -70,7 +80,7 @@ def show_plan(answer: PlanAnswer, every: bool, console: Console) -> None:
     for note in answer.notes:
         warn(console, note)
     if not every:
-        say(console, "--all shows work, memory and time in tables.")
+        say(console, MORE)
 
 
 def _show_tables(answer: PlanAnswer, console: Console) -> None:
@@ -268,7 +278,8 @@ def _bought(answer: PlanAnswer) -> str:
     return f"Iterations of {whole}: {', '.join(told)}. --within 3h stops in that time; `g2rpo resume` goes on."
 
 
-def _verdict(answer: PlanAnswer, console: Console) -> None:
+def _verdict(answer: PlanAnswer) -> list[str]:
+    """Whether it fits, and else what would make it fit."""
     plan, target, alternative = answer.plan, answer.target, answer.alternative
     there = f"{in_bytes(plan.memory.needed)} of {in_bytes(target.capacity)}"
     if not target.cuda:
@@ -279,30 +290,29 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
         files = sum(plan.memory.files.values())
         far = is_hub_id(plan.config.policy.path)
         fetch = f"; {in_bytes(files)} to {in_bytes(2 * files)} to download" if far else ""
-        console.print(f"[green]It fits[/] {where}: {there}{took}{fetch}.", highlight=False)
-        return
+        return [f"[green]It fits[/] {where}: {there}{took}{fetch}."]
     holding = [key for key in CARDS if find_target(key).holds(plan)]
     each = (
         "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
     )
     elsewhere = f"; it would on {', '.join(holding)}" if holding else f", and {each}"
-    console.print(
-        f"[bold red]It does not fit[/] {where}: {there}{elsewhere if target.cuda else ''}.",
-        highlight=False,
-    )
+    shown = elsewhere if target.cuda and not target.limited else ""
+    said = [f"[bold red]It does not fit[/] {where}: {there}{shown}."]
     if alternative is None:
-        console.print(
-            "Nothing that this command knows makes it fit; a smaller model or picture might."
-        )
-        return
+        return [
+            *said,
+            "Nothing that this command knows makes it fit; a smaller model or picture might.",
+        ]
     took = f" and takes {planned(alternative.seconds.run)}" if alternative.seconds else ""
-    console.print(f"With this it needs {in_bytes(alternative.needed)}{took}:", highlight=False)
-    say(console, f"  {' '.join(alternative.overrides)}")
+    said += [
+        f"With this it needs {in_bytes(alternative.needed)}{took}:",
+        f"  {' '.join(alternative.overrides)}",
+    ]
     if any(override.endswith(".options.device=cpu") for override in alternative.overrides):
-        say(
-            console,
-            "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.",
+        said.append(
+            "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`."
         )
+    return said
 
 
 def _millions(parameters: int) -> str:

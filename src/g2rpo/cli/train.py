@@ -109,6 +109,9 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")
     ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GB of it that the run may take: 12, 16.")
+    ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes, each with a device, that divide the prompts.")
     ] = 1,
@@ -136,7 +139,7 @@ def plan(
     gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
     try:
         plain, show = planned_answer(
-            recipe, overrides or [], device, (ranks, ranks_per_node), cards, every
+            recipe, overrides or [], device, memory, (ranks, ranks_per_node), cards, every
         )
     finally:
         gc.enable()

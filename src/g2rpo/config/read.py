@@ -37,7 +37,7 @@ def load_config(
     is_file = recipe.endswith((".yaml", ".yml"))
     if is_file:
         refuse(_faults_of_file(recipe))
-        data, source = read_yaml(local(recipe)), recipe
+        data, source = recipes.extended(read_yaml(local(recipe))), recipe
     else:
         refuse(_faults_of_name(recipe))
         if os.path.isdir(recipe):

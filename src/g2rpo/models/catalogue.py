@@ -172,6 +172,7 @@ lumina2 = PipelineSpec(  # guided velocities have the norm of the prompt's, alon
     tokens=256,
     guidance=4.0,
     comfyui=comfyui.LUMINA2,
+    unsupported=(*RARE, "offload"),  # its refiners are not checkpointed
 )
 
 chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance and a mask
@@ -184,7 +185,7 @@ chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance an
     tokens=512,
     guidance=5.0,
     # with which diffusers' single blocks lose the mask
-    unsupported=(*RARE, "gradient_checkpointing"),
+    unsupported=(*RARE, "gradient_checkpointing", "offload"),
     comfyui=comfyui.CHROMA,
 )  # fmt: skip
 

@@ -264,7 +264,7 @@ Stored = CachedEncoder | EncodedPrompts
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning",
     "lora_rank", "lora_alpha", "lora_targets", "lora_init", "lora_above", "gradient_checkpointing", "truncate_timesteps",
-    "detach_negative", "published_pictures", "vae_tiling", "quantize", "attention", "autocast", "compile", "adapter",
+    "detach_negative", "published_pictures", "vae_tiling", "quantize", "offload", "attention", "autocast", "compile", "adapter",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 OF_PICTURES = {"height", "width", "vae_tiling"}

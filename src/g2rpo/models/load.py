@@ -23,6 +23,7 @@ from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import CachedEncoder, Stored, encode_ahead, open_store
 from g2rpo.models.meta import few_modules
 from g2rpo.models.modular import pipeline_class
+from g2rpo.models.offload import faults_of_offload
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import (
     INDEX,
@@ -166,7 +167,9 @@ class Pipeline:
 def faults_of_options(options: PolicyConfig, tuning: TuningMode) -> Iterator[str]:
     """What this machine and its libraries lack of a policy's options."""
     yield from quantized.faults_of_quantization(options.quantize, tuning)
-    yield from pipelines.faults_of_attention(options.attention, pick_device(options.device))
+    device = pick_device(options.device)
+    yield from faults_of_offload(options, tuning, device)
+    yield from pipelines.faults_of_attention(options.attention, device)
 
 
 def find_pipeline(options: PolicyConfig) -> Pipeline:

@@ -76,6 +76,10 @@ class PolicyConfig(Section):
     """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code.
     false: as diffusers' pipelines compute, in bfloat16 but for what a model itself keeps in
     float32; for LoRA, and a GPU's memory and time."""
+    offload: bool = False
+    """The blocks of the frozen base live in host memory, and come to the GPU as they are called. The
+    same results in less memory, and in the same time where copies are hidden behind products
+    (`g2rpo plan --all`)."""
     compile: bool = False
     """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes
     before the first calls."""

@@ -21,6 +21,7 @@ from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_other
 from g2rpo.core.plain import refuse_hub_kernels
 from g2rpo.models.modular import pipeline_class
+from g2rpo.models.offload import Offload, offloads
 from g2rpo.models.options import Attention, PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import parts_in, read_index
 from g2rpo.models.spec import PipelineSpec, parameters_of
@@ -296,10 +297,13 @@ def place(
     device: torch.device,
     vae_dtype: torch.dtype,
 ) -> None:
-    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in its dtype,
-    to `device`."""
+    """Moves the trained transformer (whose dtypes `Tuning` sets; with policy.offload not its blocks)
+    and the VAE, frozen in its dtype, to `device`."""
     cast(pipeline.vae.requires_grad_(False).eval(), vae_dtype)
-    transformer.to(device)
+    if offloads(options, device):
+        Offload(transformer, blocks_of(transformer), device)
+    else:
+        transformer.to(device)
     pipeline.vae.to(device)
     if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):
         # convolutions on interleaved channels are faster, on CPU and GPU

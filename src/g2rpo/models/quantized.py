@@ -142,15 +142,17 @@ QUANTIZED_LINEARS: Mapping[str, type[QuantizedLinear]] = {
 }
 
 
-def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> None:
+def quantize(
+    transformer: nn.Module, how: Quantize, device: torch.device, kept: torch.device | None = None
+) -> None:
     """Quantises the linear layers of a transformer's blocks, except adapters. Layers outside the
     blocks are small and stay.
 
     Layers go to `device` one at a time and are quantised there, so the device never holds all
-    weights in their old dtype.
+    weights in their old dtype; they are `kept` there, or elsewhere.
     """
     for path, linear in list(linears_of_blocks(transformer)):
-        transformer.set_submodule(path, QUANTIZED_LINEARS[how](linear, device))
+        transformer.set_submodule(path, QUANTIZED_LINEARS[how](linear, device).to(kept or device))
 
 
 def linears_of_blocks(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -37,6 +37,7 @@ from g2rpo.models.lora_layers import (
     fill,
     inject,
 )
+from g2rpo.models.offload import offloads
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import is_adapter, weights_of_file
 from g2rpo.models.pipelines import cast
@@ -235,7 +236,8 @@ class Frozen:
         keep_base: bool,
     ) -> None:
         dtype = getattr(torch, options.dtype)
-        self.active = self._transformer = transformer
+        self.active, self._options = transformer, options
+        self._transformer = transformer
         self._keep_base, self._base, self._changed = keep_base, None, False
         cast(transformer.requires_grad_(False), dtype)
         if start is not None:
@@ -290,10 +292,14 @@ class Frozen:
             raise UserError(
                 f"{path}: holds a whole transformer, and a strength is an adapter's; leave {strength:g} out"
             )
-        if is_quantized(transformer):
-            raise UserError(
-                f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none"
-            )
+        for key, keeps in (
+            ("quantize", is_quantized(transformer)),
+            ("offload", self._options.offload),
+        ):
+            if keeps:
+                raise UserError(
+                    f"{path}: holds a whole transformer, and policy.{key} keeps the base's; take it out"
+                )
         if self._keep_base and self._base is None:
             self._base = copy.deepcopy(transformer)
         # the adapter that training began with is in the weights
@@ -342,7 +348,8 @@ def tuned(
             seed=seed,
         )
     if options.quantize != "none":
-        quantize(transformer, options.quantize, device)
+        kept = torch.device("cpu") if offloads(options, device) else device
+        quantize(transformer, options.quantize, device, kept)
     return tuning
 
 

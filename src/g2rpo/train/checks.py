@@ -17,7 +17,7 @@ from g2rpo.config.schema import Config, grid_of
 from g2rpo.config.work import trained_sigmas_of
 from g2rpo.core import plugins
 from g2rpo.core.contracts import name_of
-from g2rpo.core.devices import pick_device
+from g2rpo.core.devices import accelerator, pick_device
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.files import in_bytes, is_hub_id
@@ -26,6 +26,7 @@ from g2rpo.data.prompts import build_prompts
 from g2rpo.models import hub
 from g2rpo.models.blueprint import blueprint_of, build_shallow, trained_on_meta
 from g2rpo.models.load import faults_of_options
+from g2rpo.models.offload import faults_of_places, offloads
 from g2rpo.rewards.catalogue import RewardConfig, RewardKind, faults_of_devices
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 from g2rpo.train.consistency import SETTINGS, Check, complaints_of, refuse_all, refuse_listed
@@ -137,9 +138,18 @@ def _pipeline(found: Found) -> Iterator[str]:
     if not it.default_policy or it.folder is None:
         return
     weights = (it.folder / "transformer").glob("*.safetensors")
-    if missing or sum(file.stat().st_size for file in weights) > LARGE_TRANSFORMER:
-        policy, _ = build_shallow(blueprint_of(it), found.config.policy)
+    options = found.config.policy
+    if (
+        missing
+        or options.offload
+        or sum(file.stat().st_size for file in weights) > LARGE_TRANSFORMER
+    ):
+        policy, _ = build_shallow(blueprint_of(it), options)
         check_policy(found.config, policy)
+        device = torch.device(pick_device(options.device))
+        if offloads(options, device):
+            _, memory = accelerator(device).mem_get_info(device)
+            yield from faults_of_places(options, policy.blocks, memory)
 
 
 def check_policy(config: Config, policy: Any) -> None:

@@ -126,8 +126,9 @@ def faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator
     if ranks == 1:
         how = "start them with torchrun (plan for them with --ranks)"
         yield f"{asked} divides weights over several processes: {how}, or take it out"
-    if config.policy.compile:
-        yield f"{asked}: policy.compile is not for weights that come and go in each block; take it out"
+    for name in ("compile", "offload"):
+        if getattr(config.policy, name):
+            yield f"{asked}: policy.{name} is not for weights that come and go in each block; take it out"
     if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
         yield f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
     divided = f"trainer.shard_group={config.trainer.shard_group}"

@@ -1,7 +1,9 @@
-"""Recipes: YAML files that say for every value why it is there. A recipe is a complete config."""
+"""Recipes: YAML files that say for every value why it is there. A recipe is a complete config, or
+what is different beside the recipe that it `extends`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +14,13 @@ from g2rpo.core.plain import parse_yaml, read_as
 
 NEEDS = Path(str(files(__name__))) / "needs.json"
 """`Needs` by recipe (`tools.recipe_needs`)."""
-GROUPS = {24: "One GPU of 24 GB", 48: "One GPU of 48 GB", 80: "One GPU of 80 GB"}
+EXTENDS = "extends"
+GROUPS = {
+    16: "One GPU of 16 GB",
+    24: "One GPU of 24 GB",
+    48: "One GPU of 48 GB",
+    80: "One GPU of 80 GB",
+}
 """Titles of groups of recipes, by the memory of a card in GB."""
 HERE, SEVERAL = "Here: no GPU, nothing to download", "Several GPUs"
 
@@ -46,7 +54,23 @@ def text(name: str) -> str:
 
 def recipe_settings(name: str) -> dict[str, Any]:
     """A recipe's values, its name among them, as `config.resolve.resolve` takes them."""
-    return {"recipe": name, **parse_yaml(text(name))}
+    return {**extended(parse_yaml(text(name))), "recipe": name}
+
+
+def extended(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe or a config, upon those of the recipe that it extends."""
+    own = {key: value for key, value in data.items() if key != EXTENDS}
+    return own if len(own) == len(data) else _upon(recipe_settings(str(data[EXTENDS])), own)
+
+
+def _upon(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables are joined key by key, but for those of another name, such as an algorithm's."""
+    merged = dict(below)
+    for key, value in above.items():
+        joined = isinstance(value, Mapping) and "name" not in value
+        joined = joined and isinstance(below.get(key), Mapping)
+        merged[key] = _upon(below[key], value) if joined else value
+    return merged
 
 
 def summary(name: str) -> str:

@@ -11,9 +11,17 @@ from typing import Any
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, refuse
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.plan import COUNTS_OF_ITERATION, Estimate, Planner, Target, find_target
+from g2rpo.lab.plan.plan import (
+    COUNTS_OF_ITERATION,
+    Estimate,
+    Planner,
+    Target,
+    find_target,
+    limited_target,
+)
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.models.catalogue import licence_of
+from g2rpo.models.offload import faults_of_offload, faults_of_places
 from g2rpo.models.quantized import faults_of_quantization, installed
 from g2rpo.rewards.catalogue import find_reward
 from g2rpo.train.checks import faults_of_autocast
@@ -96,8 +104,12 @@ def _costing_time(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     """Changes that cost time or disk, from the least to the most expensive."""
     if config.prompts.cache == "off":
         yield ["prompts.cache=auto"]
+    checkpointing = "policy.gradient_checkpointing=true"
     if not config.policy.gradient_checkpointing:
-        yield ["policy.gradient_checkpointing=true"]
+        yield [checkpointing]
+    if config.policy.tuning == "lora" and not (config.policy.offload or config.policy.compile):
+        more = [] if config.policy.gradient_checkpointing else [checkpointing]
+        yield ["policy.offload=true", *more]
     if config.sampling.decode_batch_size not in ("auto", 1):
         yield ["sampling.decode_batch_size=1"]
     if config.sampling.batch_size not in ("auto", *range(9)):
@@ -145,7 +157,13 @@ def fitting(planner: Planner, target: Target) -> list[str] | None:
         except UserError:  # a run that cannot be
             return math.inf
 
-    return fewest(list(for_memory(planner.config, planner.ranks)), needed, target.capacity)
+    lacking = planner.plan(cuda=target.cuda).model.policy.spec.unsupported
+    changes = [
+        change
+        for change in for_memory(planner.config, planner.ranks)
+        if not any(name in override for name in lacking for override in change.overrides)
+    ]
+    return fewest(changes, needed, target.capacity)
 
 
 @dataclass(frozen=True)
@@ -270,17 +288,25 @@ def plan(
     overrides: Sequence[str],
     *,
     device: str | None,
+    memory: float | None = None,
     ranks: int,
     ranks_per_node: int | None,
 ) -> PlanAnswer:
-    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, and overrides that
-    fit if it does not."""
+    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, of whose `memory` it
+    takes so many GB, and overrides that fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config = planner.config
-    target = find_target(device or config.policy.device)
-    refuse(faults_of_quantization(config.policy.quantize, config.policy.tuning))
+    if memory is None:
+        target = find_target(device or config.policy.device)
+    else:
+        named = config.policy.device if config.policy.device != "auto" else None
+        target = limited_target(device or named, memory)
+    policy = config.policy
+    refuse(faults_of_quantization(policy.quantize, policy.tuning))
+    refuse(faults_of_offload(policy, policy.tuning, "cuda" if target.cuda else "cpu"))
     refuse(faults_of_autocast(config))
     result = planner.plan(cuda=target.cuda)
+    refuse(faults_of_places(policy, result.model.policy.blocks, target.capacity))
     seconds = result.seconds(target.card) if target.card else None
     alternative = None
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:

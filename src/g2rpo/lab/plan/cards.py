@@ -12,7 +12,8 @@ from g2rpo.core.errors import UserError, did_you_mean
 class Card:
     """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16 and float32; GB/s of
     its memory; the watts of the board; MB of its L2 cache; whether its memory is HBM, not GDDR;
-    torch's name; whether it is a Hopper, or a newer one of that line."""
+    torch's name; whether it is a Hopper, or a newer one of that line; GB/s from pinned host
+    memory, four fifths of PCIe's 16 lanes of generation 4 (assumed), unless it has others."""
 
     name: str
     memory_gib: float
@@ -24,6 +25,7 @@ class Card:
     hbm: bool
     pattern: str
     hopper: bool = False
+    link: float = 25.0
 
     def tflops(self, dtype: str) -> float:
         return self.float32 if dtype == "float32" else self.bfloat16
@@ -65,6 +67,16 @@ CARDS = {
     "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 104.8, 1792, 575, 96, False, "RTX 5090"),
     "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 82.6, 1008, 450, 72, False, "RTX 4090"),
     "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 35.6, 936, 350, 6, False, "RTX 3090$"),
+    "rtx5080": Card("NVIDIA RTX 5080", 15.4, 112.6, 56.3, 960, 360, 64, False, "RTX 5080$"),
+    "rtx4080": Card("NVIDIA RTX 4080", 15.5, 97.5, 48.7, 717, 320, 64, False, "RTX 4080$"),
+    "rtx4070tisuper": Card(
+        "NVIDIA RTX 4070 Ti SUPER", 15.5, 88.2, 44.1, 672, 285, 48, False, "RTX 4070 Ti SUPER"
+    ),
+    "rtx4060ti": Card(
+        "NVIDIA RTX 4060 Ti 16 GB", 15.5, 44.1, 22.1, 288, 165, 32, False, "RTX 4060 Ti$", link=12.5
+    ),
+    "rtx4070": Card("NVIDIA RTX 4070", 11.5, 58.3, 29.1, 504, 200, 36, False, "RTX 4070$"),
+    "rtx3060": Card("NVIDIA RTX 3060 12 GB", 11.7, 25.5, 12.7, 360, 170, 3, False, "RTX 3060$"),
 }
 """Rates by public datasheets (dense, not "with sparsity"), and watts of the board that has most.
 
@@ -78,7 +90,8 @@ messages): the least of several reports, for drivers differ by .1 or .2 GiB. Wit
 vllm-project/vllm#27508 (H100: 79.11), levihsu/OOTDiffusion#235 (A100: 79.25), TianheWu/CoSeR#10
 (A100 40 GB: 39.50), QwenLM/Qwen3-VL#2097 (L40: 44.40), google-research/semivl#18 (A6000: 47.54),
 Wan-Video/Wan2.1#465 (5090: 31.37), Soul-AILab/SoulX-FlashTalk#5 and ali-vilab/VGen#104 (4090:
-23.52, 23.64).
+23.52, 23.64), boson-ai/higgs-audio#48 (4060 Ti: 15.55), Kunhao-Liu/StyleGaussian#12 (3060: 11.75).
+A T4 is left out: it has no bfloat16.
 """
 
 

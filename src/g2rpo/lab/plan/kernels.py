@@ -105,6 +105,8 @@ class Roofline:
     attention: str = "auto"
     training: bool = False
     """Whether it is a training pass."""
+    streamed: float = 0.0
+    """Bytes that come from host memory meanwhile (policy.offload)."""
 
     @property
     def flops(self) -> float:
@@ -143,11 +145,18 @@ class Roofline:
             found[MOVING] += kernel.times * kept * rates.gap
         return found
 
+    def copies(self, card: Card) -> float:
+        """Seconds of what comes from host memory."""
+        return self.streamed / (card.link * 1e9)
+
     def call(self, card: Card, rates: Rates = RATES, rows: float = 1.0) -> float:
-        """Seconds of the call: of its kernels, or of their launches if these take longer."""
+        """Seconds of the call: of its kernels, of their launches or of copies, whichever take
+        longest. A block's copy and its products both grow with its weights, so the sum over blocks
+        of the longer of the two is nearly the longer sum."""
         launches = sum(kernel.times * self._kept(kernel, rates) for kernel in self.kernels)
         launch = rates.launch_training if self.training else rates.launch
-        return max(sum(self.seconds(card, rates, rows).values()), launches * launch)
+        kernels = sum(self.seconds(card, rates, rows).values())
+        return max(kernels, launches * launch, self.copies(card))
 
     def _from_memory(self, card: Card, rows: float) -> Iterator[float]:
         """Bytes of every kernel that its card's memory reads and writes: those that the cache has

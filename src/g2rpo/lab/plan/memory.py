@@ -13,6 +13,7 @@ from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.models import Model, RewardCost
 from g2rpo.lab.plan.trace import Calls
 from g2rpo.models.blueprint import size_of
+from g2rpo.models.offload import offloaded_bytes
 from g2rpo.rewards.weights import parse_dtype
 
 CONTEXT_BYTES, SLACK = 2**30, 0.05
@@ -28,7 +29,7 @@ class PlannedMemory:
     of every phase, including the encoding of prompts before the optimizer exists. `needed` is the
     largest peak with the reserve; `host` is the host memory for loading. `files` are the weights of
     the model and of the rewards, with `BYTES_IN_FILES` bytes a parameter; `written` are the checkpoints
-    that are there at a time, and the final weights.
+    that are there at a time, and the final weights. `pinned` is what stays in host memory.
     """
 
     parts: dict[str, int]
@@ -40,6 +41,7 @@ class PlannedMemory:
     written: int
     checkpoint: int
     embeddings: int
+    pinned: int
     unknown: tuple[str, ...]
     """Rewards of unknown size."""
 
@@ -78,6 +80,7 @@ def plan_memory(
     average = weights if config.optim.ema_decay else 0
     old = weights if config.algorithm.uses_old else 0
     frozen = model.total(size_of) - weights
+    away, passing = _offloaded(model) if cuda and config.policy.offload else (0, 0)
     encoders = sum(encoder.bytes for encoder in model.encoders)
     row = sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize
     # used first and then moved off the device; on a CPU they stay
@@ -85,7 +88,8 @@ def plan_memory(
     copied = config.policy.tuning == "full" and config.algorithm.uses_base
     base = weights // 4 * policy.dtype.itemsize if copied else 0
     always = {
-        "frozen weights": piece(frozen),
+        "frozen weights": piece(frozen - away),
+        "two blocks of those in host memory": passing,
         "trained weights": piece(weights),
         "VAE": size_of(policy.pipeline.vae),
         **_reward_models(reward_costs, "cuda" if cuda else "cpu"),
@@ -151,8 +155,16 @@ def plan_memory(
         written=(config.trainer.keep_checkpoints + 1) * checkpoint + weights,
         checkpoint=checkpoint,
         embeddings=distinct_prompts * row if config.prompts.cache != "off" else 0,
+        pinned=away,
         unknown=tuple(name for name, known in reward_costs.items() if known is None),
     )
+
+
+def _offloaded(model: Model) -> tuple[int, int]:
+    """Bytes of the blocks that live in host memory, and of the device's places for two of them."""
+    sizes = [offloaded_bytes(block) for block in model.policy.blocks]
+    away = sum(times * size for times, size in zip(model.times, sizes, strict=True))
+    return away, max(sizes) * min(2, sum(model.times))
 
 
 def _reward_models(costs: dict[str, RewardCost | None], device: str) -> dict[str, int]:

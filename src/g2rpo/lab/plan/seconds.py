@@ -122,4 +122,9 @@ def planned_seconds(plan: Estimate, card: Card) -> PlannedSeconds:
     run = counts.iterations * sum(iteration.values()) + ahead * encoding
     run += counts.looks * evaluation
     basis = f"{card.name} by roofline: {rate}"
+    if calls.velocity.roofline.streamed:
+        basis += f"; blocks come at {card.link:g} GB/s (assumed)" + "".join(
+            f", {call.roofline.copies(card):.2g} s of copies in a {name} of {call.roofline.call(card):.2g} s"
+            for name, call in (("call", calls.velocity), ("training pass", calls.training))
+        )
     return PlannedSeconds(iteration, ahead * encoding, evaluation, run, basis)

@@ -37,6 +37,7 @@ from g2rpo.lab.plan.fake_tensors import CudaAutocast, KnownValues
 from g2rpo.lab.plan.kernels import Meter, Roofline, fixed_storages
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.blueprint import Blueprint, build_shallow, shapes_of
+from g2rpo.models.offload import offloaded_bytes
 from g2rpo.models.pipelines import Shapes
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import dry_rollout
@@ -46,11 +47,13 @@ from g2rpo.train.updater import Trained
 @dataclass(frozen=True)
 class TracedCall:
     """One traced call: its rows (latents, or pictures decoded; of a training pass those of all its
-    network calls), its peak of temporary bytes, and its kernels."""
+    network calls), its peak of temporary bytes, and its kernels. `streamed`: the frozen bytes of
+    all blocks that run, those that run twice counted twice."""
 
     rows: int
     peak: int
     roofline: Roofline
+    streamed: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Calls:
 
 Known = dict[tuple[Any, ...], TracedCall]
 """Calls that were traced, by what they depend on."""
-NOT_TRACED = {"compile", "attention", "device"}
+NOT_TRACED = {"compile", "attention", "device", "offload"}
 """Options that no trace depends on, but for attention that keeps its scores ("math")."""
 NOT_OF_SAMPLING = {"gradient_checkpointing"}
 NOT_OF_DECODING = {
@@ -136,6 +139,8 @@ def trace_calls(
     if not known.keys() >= set(keys.values()):
         with shallow_policy(blueprint, config) as (policy, times):
             shapes, kept = shapes_of(policy, blueprint), list(_permanent_tensors(policy))
+            standing = zip(policy.blocks, times, strict=True)
+            copied = {block: number * offloaded_bytes(block) for block, number in standing}
             if like_cuda:
                 for network in (policy.transformer, policy.pipeline.vae):
                     CudaAutocast().apply_to(network)
@@ -143,14 +148,19 @@ def trace_calls(
             def trace(name: str, call: Callable[[], int], grad: bool = False) -> None:
                 if keys[name] in known:
                     return
-                with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
+                entered: list[nn.Module] = []
+                with (
+                    torch.set_grad_enabled(grad),
+                    _standing_for(policy, times, kept, entered.append) as meter,
+                ):
                     rows = call()
                 roofline = Roofline(
                     tuple(meter.kernels),
                     fixed_storages(meter.kernels, meter.existing),
                     training=grad,
                 )
-                known[keys[name]] = TracedCall(rows, meter.peak, roofline)
+                streamed = sum(copied[block] for block in entered)
+                known[keys[name]] = TracedCall(rows, meter.peak, roofline, streamed)
 
             with guided_by(policy, config.sampling.guidance_scale):
                 trace("velocity", lambda: len(policy.velocity(*inputs(policy, shapes, rows))))
@@ -175,9 +185,15 @@ def trace_calls(
 
 
 def _compiled(call: TracedCall, config: Config) -> TracedCall:
-    """The call of a network that is compiled and has the kernel of attention that the config
-    names."""
-    own = replace(call.roofline, compiled=config.policy.compile, attention=config.policy.attention)
+    """The call of a network that is compiled, has the kernel of attention and gets its blocks from
+    where the config says."""
+    policy = config.policy
+    own = replace(
+        call.roofline,
+        compiled=policy.compile,
+        attention=policy.attention,
+        streamed=call.streamed if policy.offload else 0,
+    )
     return replace(call, roofline=own)
 
 
@@ -257,9 +273,13 @@ def shallow_policy(
 
 @contextmanager
 def _standing_for(
-    policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]
+    policy: DiffusersPolicy,
+    times: list[int],
+    kept: Sequence[Tensor],
+    ran: Callable[[nn.Module], object],
 ) -> Iterator[Meter]:
-    """While entered, counts live bytes beside the `kept` tensors, and kernels.
+    """While entered, counts live bytes beside the `kept` tensors, and kernels, and tells of every
+    block that has run.
 
     Storages kept by a block's forward passes count `times` times, because the first of equal blocks
     stands for all but the last (`pipelines.two_of`); those of a recomputation within backward count
@@ -279,6 +299,7 @@ def _standing_for(
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append(block)
+        ran(block)
         before[block] = set(meter.live)
         for leaf in _with_gradient((args, kwargs)):
             leaf.register_hook(lambda _: backward.remove(block) if block in backward else None)
