@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.recipes import names, text
+from g2rpo.config.recipes import names, recipe_settings
 from g2rpo.config.resolve import differences, read_yaml, resolve
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
@@ -17,7 +17,7 @@ from tests.support.runs import PLAIN, config
 
 @pytest.mark.parametrize("name", names())
 def test_every_recipe_is_a_valid_config_and_survives_its_own_file(name):
-    built = resolve({"recipe": name, **yaml.safe_load(text(name))})
+    built = resolve(recipe_settings(name))
     assert resolve(yaml.safe_load(built.to_yaml())) == built
 
 

@@ -85,6 +85,7 @@ policy.lora_targets: published lists differ by model
 policy.max_sequence_length: a model's published value
 policy.negative_prompt: a user's own
 policy.num_frames: length of a video
+policy.offload: memory
 policy.path: the model
 policy.pipeline: a recipe's values are for one kind of model
 policy.published_pictures: to reproduce G2RPO's code to the bit

@@ -19,6 +19,7 @@ from g2rpo.lab.plan import trace
 from g2rpo.lab.sample import sample, sample_config
 from g2rpo.models import load
 from g2rpo.models.blueprint import read_blueprint, shapes_of, size_of
+from g2rpo.models.offload import offloaded_bytes
 from g2rpo.train.build import Request
 from g2rpo.train.build import build as built
 from g2rpo.train.evaluation.controls import Control
@@ -76,14 +77,14 @@ def build(world, folder, model, *overrides, **options):
 
 def assert_placed(trainer):
     """The transformer and the VAE are on the device; the text encoders, whose prompts are all
-    encoded, are not."""
+    encoded, are not, nor are blocks that live in host memory."""
+    offload = trainer.policy.options.offload
     for name, part in trainer.policy.pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             places = {tensor.device.type for tensor in (*part.parameters(), *part.buffers())}
-            assert places == {"cpu" if name.startswith("text_encoder") else "fakegpu"}, (
-                name,
-                places,
-            )
+            on_host = {"cpu"} if name.startswith("text_encoder") else set()
+            both = {"cpu", "fakegpu"} if offload and name == "transformer" else on_host
+            assert places == (both or {"fakegpu"}), (name, places)
 
 
 def train(world, folder, model, *overrides):
@@ -111,6 +112,31 @@ def train(world, folder, model, *overrides):
             sum(p.detach().cpu().double().abs().sum() for p in again.learner.parameters)
         ),
     }
+
+
+def offload(world, folder, model, *overrides):
+    """Of two iterations with blocks on the device, and in host memory: whether rows, weights and
+    velocities differ; and by how much less memory is used, beside the bytes of each block."""
+    found, peaks = [], []
+    for more in ([], ["policy.offload=true"]):
+        standing = torch.fakegpu.memory_allocated()
+        trainer = build(world, folder, model, *overrides, *more)
+        assert_placed(trainer)
+        rows = [trainer.iterate()]
+        torch.fakegpu.reset_peak_memory_stats()
+        rows.append(trainer.iterate())
+        peaks.append(torch.fakegpu.max_memory_allocated() - standing)
+        policy = trainer.policy
+        question = policy.noise([noise.generator_for(0)]), torch.tensor([0.5], device="fakegpu")
+        with torch.no_grad():
+            answer = policy.velocity(*question, policy.encode(PROMPTS[:1]))
+        told = [
+            {key: row[key] for key in ("loss", "grad_norm", "reward/brightness")} for row in rows
+        ]
+        found.append((told, [answer, *trainer.learner.parameters]))
+    (rows, tensors), (own_rows, own) = found
+    equal = rows == own_rows and all(map(torch.equal, tensors, own))
+    return equal, peaks[0] - peaks[1], [offloaded_bytes(block) for block in policy.blocks]
 
 
 def iterate(world, folder, model, *many):

@@ -17,6 +17,7 @@ from tests.support.tolerances import near, network
 from tests.support.variants import few
 
 CHECKPOINTED = "policy.gradient_checkpointing=true"
+OFFLOADED = "policy.offload=true"
 NEEDED = bool(os.environ.get("G2RPO_NEEDS_COMPILER"))  # set by .ci/run
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None and not NEEDED,
@@ -89,6 +90,23 @@ TRAINED = [
 def test_a_model_trains_and_resumes(run, flux_directory, sd3_directory, model, overrides):
     (answer,) = run(cases.train, {"flux": flux_directory, "sd3": sd3_directory}[model], *overrides)
     check(answer)
+
+
+@pytest.mark.parametrize(
+    ("model", "ways"),
+    few(
+        [
+            ("flux", [BFLOAT16, "policy.quantize=int8"]),
+            ("sd3", []),
+        ],
+        lambda case: "policy.quantize=int8" in case[1],
+    ),
+    ids=str,
+)
+def test_blocks_in_host_memory_change_nothing_and_two_are_on_the_device(run, deep, model, ways):
+    ((equal, less, blocks),) = run(cases.offload, deep[model], CHECKPOINTED, *ways)
+    assert equal
+    assert less == pytest.approx(sum(blocks) - 2 * max(blocks), rel=0.1)
 
 
 @pytest.mark.slow
@@ -241,6 +259,7 @@ PLANNED = [
     ("flux", [CHECKPOINTED, FULL, "algorithm.kl_weight=0"]),
     ("flux", [CHECKPOINTED, "policy.quantize=int8"]),
     ("flux", [CHECKPOINTED, "policy.quantize=nf4"]),
+    ("flux", [CHECKPOINTED, OFFLOADED]),
 ]
 
 
@@ -251,7 +270,7 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     all.
 
     A run needs no more than planned and at most a tenth less, a fifth where FLUX's weights are
-    quantised: a plan takes all latents of a rollout to be there at its largest call, and in so
+    quantised or in host memory: a plan takes all latents of a rollout to be there at its largest call, and in so
     small a model they weigh something.
     """
     sizes = [
@@ -274,7 +293,7 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
         planned.working["training pass"], rel=0.05 if nf4 else 0.03
     )
     in_all = max(measured["evaluation in all"], measured["iteration in all"])
-    light = model == "flux" and any("quantize" in override for override in overrides)
+    light = model == "flux" and any("quantize" in o or o == OFFLOADED for o in overrides)
     assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from g2rpo.core.errors import UserError
 from g2rpo.core.files import in_bytes
 from g2rpo.models.options import PolicyConfig, TuningMode
 
@@ -75,43 +75,28 @@ class _Block:
     """The frozen tensors of a block, one after the other in host memory, from where it takes them."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._tensors, end = [], 0
-        for table, name, tensor in frozen_in(block):
-            begin, end = end, end + -(-tensor.nbytes // ALIGNED) * ALIGNED
-            kind = type(tensor)
-            self._tensors.append((table, name, kind, begin, tensor.to("meta")))
-        self.host = torch.empty(end, dtype=torch.uint8)
-        for (table, name, *_), kept in zip(self._tensors, self._views(self.host), strict=True):
-            kept.copy_(table[name])
+        frozen = list(frozen_in(block))
+        self._tensors = [(table, name, tensor.to("meta")) for table, name, tensor in frozen]
+        self._sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for *_, tensor in frozen]
+        self.host = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        self.take(self.host)
+        for table, name, tensor in frozen:
+            table[name].copy_(tensor)
             table[name] = None  # what is left is moved as a whole
-
-    def _views(self, memory: Tensor) -> Iterator[Tensor]:
-        for _, _, kind, begin, like in self._tensors:
-            view = memory[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
-            yield nn.Parameter(view, requires_grad=False) if kind is nn.Parameter else view
 
     def take(self, memory: Tensor) -> None:
         """From now on the block's tensors are those in `memory`."""
-        for (table, name, *_), tensor in zip(self._tensors, self._views(memory), strict=True):
-            table[name] = tensor
-
-
-class _Place:
-    """Device memory for a block."""
-
-    block: _Block | None = None
-    filled: Any = None
-    """The event after the copy."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        pieces = memory.split(self._sizes)
+        for (table, name, like), piece in zip(self._tensors, pieces, strict=True):
+            tensor = piece[: like.nbytes].view(like.dtype).view(like.shape)
+            table[name] = nn.Parameter(tensor, requires_grad=False)
 
 
 class Offload:
-    """Moves a transformer to a device, but for the frozen tensors of its blocks, the `modules`, of which two are
-    there at a time: the one that is called, and the one that came after it the last time.
+    """Moves a transformer to a device, but for the frozen tensors of its blocks, the `modules`, of
+    which two are there at a time: the one that is called, and the one that came after it the last
+    time, which a stream of its own copies during the call.
 
-    On CUDA the host's memory is pinned and copied by a stream of its own, during the call before.
     Where a block's place is taken while its gradients still need it, autograd raises.
     """
 
@@ -120,14 +105,15 @@ class Offload:
     ) -> None:
         blocks = [_Block(module) for module in modules]
         transformer.to(device)
-        self._stream = None
+        self._device, self._stream = device, None if device.type == "cpu" else torch.Stream(device)
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
             _pin(self, [block.host for block in blocks])
         size = max(len(block.host) for block in blocks)
-        self._places = [_Place(size, device) for _ in blocks[:2]]
+        places = [torch.empty(size, dtype=torch.uint8, device=device) for _ in blocks[:2]]
+        self._there: dict[_Block | int, Tensor] = dict(enumerate(places))
+        """Places by their blocks, that of the last call at the end; at first by numbers."""
         self._last: _Block | None = None
-        self._after: dict[tuple[_Block, bool], _Block] = {}
+        self._after: dict[tuple[_Block | None, bool], _Block] = {}
         """The block that came after another one, in and without a backward pass."""
         for module, block in zip(modules, blocks, strict=True):
             block.take(block.host)
@@ -135,32 +121,30 @@ class Offload:
 
     def _enter(self, block: _Block, *_: Any) -> None:
         backward = torch._C._current_graph_task_id() != -1
-        if self._last not in (None, block):
+        if self._last is not block:
             self._after[self._last, backward] = block
         self._last = block
         self._bring(block)
-        self._places.sort(key=lambda place: place.block is block)  # the last one is not overwritten
+        self._there[block] = self._there.pop(block)
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._places[-1].filled)
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
         if (upcoming := self._after.get((block, backward))) is not None:
             self._bring(upcoming)
 
     def _bring(self, block: _Block) -> None:
-        """Copies a block to the first place, if it is in none."""
-        place = self._places[0]
-        if any(other.block is block for other in self._places):
+        """Copies a block to the place of the one that was called before the last, unless it is
+        there."""
+        if block in self._there:
             return
-        if place.block is not None:
-            place.block.take(place.block.host)
-        place.block, memory = block, place.memory[: len(block.host)]
-        if self._stream is None:
-            memory.copy_(block.host)
-        else:
-            # what reads the block that was there has been queued
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                memory.copy_(block.host, non_blocking=True)
-                place.filled = self._stream.record_event()
+        former = next(iter(self._there))
+        if isinstance(former, _Block):
+            former.take(former.host)
+        self._there[block] = self._there.pop(former)
+        memory = self._there[block][: len(block.host)]
+        if self._stream is not None:  # what reads the block that was there has been queued
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream or nullcontext():
+            memory.copy_(block.host, non_blocking=True)
         block.take(memory)
 
 
@@ -169,13 +153,9 @@ def _pin(owner: Offload, hosts: Sequence[Tensor]) -> None:
     the next power of two."""
     runtime: Any = torch.cuda.cudart()
     for host in hosts:
-        if code := int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)):
-            size = in_bytes(sum(each.nbytes for each in hosts))
-            raise UserError(
-                f"policy.offload: {size} of host memory cannot be pinned (CUDA error {code}); set policy.quantize=int8 or "
-                "nf4, or free memory (WSL pins at most half of it)"
-            )
-    weakref.finalize(owner, _unpin, list(hosts)).atexit = False
+        code = runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+        torch.cuda.check_error(int(code))
+    weakref.finalize(owner, _unpin, hosts).atexit = False
 
 
 def _unpin(hosts: Sequence[Tensor]) -> None:

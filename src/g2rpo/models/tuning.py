@@ -292,14 +292,10 @@ class Frozen:
             raise UserError(
                 f"{path}: holds a whole transformer, and a strength is an adapter's; leave {strength:g} out"
             )
-        for key, keeps in (
-            ("quantize", is_quantized(transformer)),
-            ("offload", self._options.offload),
-        ):
-            if keeps:
-                raise UserError(
-                    f"{path}: holds a whole transformer, and policy.{key} keeps the base's; take it out"
-                )
+        if is_quantized(transformer) or self._options.offload:
+            raise UserError(
+                f"{path}: holds a whole transformer, and policy.quantize and policy.offload keep the base's; take them out"
+            )
         if self._keep_base and self._base is None:
             self._base = copy.deepcopy(transformer)
         # the adapter that training began with is in the weights

@@ -63,14 +63,11 @@ def extended(data: Mapping[str, Any]) -> dict[str, Any]:
     return own if len(own) == len(data) else _upon(recipe_settings(str(data[EXTENDS])), own)
 
 
-def _upon(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables are joined key by key, but for those of another name, such as an algorithm's."""
-    merged = dict(below)
-    for key, value in above.items():
-        joined = isinstance(value, Mapping) and "name" not in value
-        joined = joined and isinstance(below.get(key), Mapping)
-        merged[key] = _upon(below[key], value) if joined else value
-    return merged
+def _upon(below: Any, above: Any) -> Any:
+    """Tables are joined key by key; any other value replaces the one below."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: _upon(below.get(key), value) for key, value in above.items()}}
 
 
 def summary(name: str) -> str:

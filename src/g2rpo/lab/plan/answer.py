@@ -296,12 +296,8 @@ def plan(
     takes so many GB, and overrides that fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config = planner.config
-    if memory is None:
-        target = find_target(device or config.policy.device)
-    else:
-        named = config.policy.device if config.policy.device != "auto" else None
-        target = limited_target(device or named, memory)
     policy = config.policy
+    target = limited_target(device, memory) if memory else find_target(device or policy.device)
     refuse(faults_of_quantization(policy.quantize, policy.tuning))
     refuse(faults_of_offload(policy, policy.tuning, "cuda" if target.cuda else "cpu"))
     refuse(faults_of_autocast(config))

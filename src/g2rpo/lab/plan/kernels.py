@@ -207,7 +207,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 class Meter(TorchDispatchMode):
     """While entered, records a `Kernel` for every operation that computes or copies (views are
     none), and counts the bytes of live storages that are allocated in it: `now`, and their maximum,
-    `peak`.
+    `peak`; `streamed` is for who uses it.
 
     Storages of `existing` tensors are not counted. `times` returns how many kernels of the model
     the present one stands for. Works on real and on fake tensors.
@@ -219,7 +219,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.kernels: list[Kernel] = []
         self.times = times
-        self.now = self.peak = 0
+        self.now = self.peak = self.streamed = 0
         self._numbers = itertools.count()
         # of live storages: a later one may get the address of one that died
         self._number: dict[int, int] = {}

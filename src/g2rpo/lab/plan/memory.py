@@ -29,7 +29,7 @@ class PlannedMemory:
     of every phase, including the encoding of prompts before the optimizer exists. `needed` is the
     largest peak with the reserve; `host` is the host memory for loading. `files` are the weights of
     the model and of the rewards, with `BYTES_IN_FILES` bytes a parameter; `written` are the checkpoints
-    that are there at a time, and the final weights. `pinned` is what stays in host memory.
+    that are there at a time, and the final weights.
     """
 
     parts: dict[str, int]
@@ -41,7 +41,6 @@ class PlannedMemory:
     written: int
     checkpoint: int
     embeddings: int
-    pinned: int
     unknown: tuple[str, ...]
     """Rewards of unknown size."""
 
@@ -155,7 +154,6 @@ def plan_memory(
         written=(config.trainer.keep_checkpoints + 1) * checkpoint + weights,
         checkpoint=checkpoint,
         embeddings=distinct_prompts * row if config.prompts.cache != "off" else 0,
-        pinned=away,
         unknown=tuple(name for name, known in reward_costs.items() if known is None),
     )
 

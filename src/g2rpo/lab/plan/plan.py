@@ -87,21 +87,15 @@ def find_target(device: str) -> Target:
 
 
 def limited_target(device: str | None, gb: float) -> Target:
-    """The target `device` with so many GB (10^9 bytes) of its memory. Without one, and without a
-    GPU here, some GPU that is as fast as the slowest known card with so many."""
+    """The target `device` with so many GB (10^9 bytes) of its memory at most; without one, some GPU
+    that is as fast as the slowest known card with so many."""
     limit = int(gb * 1e9)
-    if device is not None or torch.cuda.is_available():
-        target = find_target(device or "cuda")
-        if limit > target.capacity:
-            raise UserError(
-                f"--memory {gb:g}: is more than {target.name} has, {in_bytes(target.capacity)}; leave it out"
-            )
-        return replace(target, name=f"{gb:g} GB of {target.name}", capacity=limit, limited=True)
-    large = [card for card in CARDS.values() if card.memory_gib * 2**30 >= limit]
-    if not large:
-        raise UserError(f"--memory {gb:g}: no known card has so much; give less")
-    card = min(large, key=lambda card: card.bfloat16)
-    return Target(f"a GPU of {gb:g} GB, as fast as an {card.name}", True, limit, card, limited=True)
+    if device is not None:
+        target = find_target(device)
+        return replace(target, capacity=min(limit, target.capacity), limited=True)
+    card = min(CARDS.values(), key=lambda card: (card.memory_gib * 2**30 < limit, card.bfloat16))
+    name = f"a GPU of {gb:g} GB, as fast as an {card.name}"
+    return Target(name, True, limit, card, limited=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +228,6 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
         if cost and cost.bytes and cost.device == "cpu"
     ]:
         yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
-    if result.memory.pinned:
-        yield f"policy.offload pins {in_bytes(result.memory.pinned)} of the machine's own memory."
     kept = [name for name in config.rewards if (it := result.reward_costs.get(name)) and it.bytes]
     if kept and config.algorithm.uses_rewards:
         latents = counted(config.trainer.micro_batch_size, "latent")

@@ -47,13 +47,11 @@ from g2rpo.train.updater import Trained
 @dataclass(frozen=True)
 class TracedCall:
     """One traced call: its rows (latents, or pictures decoded; of a training pass those of all its
-    network calls), its peak of temporary bytes, and its kernels. `streamed`: the frozen bytes of
-    all blocks that run, those that run twice counted twice."""
+    network calls), its peak of temporary bytes, and its kernels."""
 
     rows: int
     peak: int
     roofline: Roofline
-    streamed: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,6 @@ def trace_calls(
     if not known.keys() >= set(keys.values()):
         with shallow_policy(blueprint, config) as (policy, times):
             shapes, kept = shapes_of(policy, blueprint), list(_permanent_tensors(policy))
-            standing = zip(policy.blocks, times, strict=True)
-            copied = {block: number * offloaded_bytes(block) for block, number in standing}
             if like_cuda:
                 for network in (policy.transformer, policy.pipeline.vae):
                     CudaAutocast().apply_to(network)
@@ -148,19 +144,15 @@ def trace_calls(
             def trace(name: str, call: Callable[[], int], grad: bool = False) -> None:
                 if keys[name] in known:
                     return
-                entered: list[nn.Module] = []
-                with (
-                    torch.set_grad_enabled(grad),
-                    _standing_for(policy, times, kept, entered.append) as meter,
-                ):
+                with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                     rows = call()
                 roofline = Roofline(
                     tuple(meter.kernels),
                     fixed_storages(meter.kernels, meter.existing),
                     training=grad,
+                    streamed=meter.streamed,
                 )
-                streamed = sum(copied[block] for block in entered)
-                known[keys[name]] = TracedCall(rows, meter.peak, roofline, streamed)
+                known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
             with guided_by(policy, config.sampling.guidance_scale):
                 trace("velocity", lambda: len(policy.velocity(*inputs(policy, shapes, rows))))
@@ -192,7 +184,7 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
         call.roofline,
         compiled=policy.compile,
         attention=policy.attention,
-        streamed=call.streamed if policy.offload else 0,
+        streamed=call.roofline.streamed if policy.offload else 0,
     )
     return replace(call, roofline=own)
 
@@ -273,13 +265,10 @@ def shallow_policy(
 
 @contextmanager
 def _standing_for(
-    policy: DiffusersPolicy,
-    times: list[int],
-    kept: Sequence[Tensor],
-    ran: Callable[[nn.Module], object],
+    policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]
 ) -> Iterator[Meter]:
-    """While entered, counts live bytes beside the `kept` tensors, and kernels, and tells of every
-    block that has run.
+    """While entered, counts live bytes beside the `kept` tensors, and kernels, and the frozen bytes
+    of blocks at each of their calls.
 
     Storages kept by a block's forward passes count `times` times, because the first of equal blocks
     stands for all but the last (`pipelines.two_of`); those of a recomputation within backward count
@@ -299,7 +288,7 @@ def _standing_for(
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append(block)
-        ran(block)
+        meter.streamed += standing[block] * offloaded_bytes(block)
         before[block] = set(meter.live)
         for leaf in _with_gradient((args, kwargs)):
             leaf.register_hook(lambda _: backward.remove(block) if block in backward else None)
