@@ -35,7 +35,7 @@ def grey(*levels):
 def test_a_head_prefers_what_was_chosen_and_says_how_often_it_is_right(table):
     reward = Pairs(path=str(table))
     said = reward.prepare(8, 12)
-    assert "fitted to 12 choices" in said and "orders 100% [8" in said
+    assert "fitted to 12 choices" in said and "orders 100\N{NO-BREAK SPACE}% [8" in said
     dark, bright = reward(grey(0.3, 0.7), ["x", "x"])
     assert bright > dark + 1 and reward.prepare(8, 12) is None
     lazily = Pairs(path=str(table))(grey(0.3, 0.7), ["x", "x"])

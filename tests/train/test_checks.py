@@ -218,7 +218,7 @@ def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
     assert constants.HF_HUB_CACHE in heading
     tokenizer = "--include '*.json' --include '*.txt' --include '*.model'"
     assert lines[:4] == [  # not what else is in their repositories
-        "hf download black-forest-labs/FLUX.1-dev --include '*/*' --include model_index.json",
+        "hf download black-forest-labs/FLUX.1-dev --include '*/*' --include '*model_index.json'",
         "hf download xswu/HPSv2",
         f"hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K {tokenizer}",
         "hf download apple/DFN5B-CLIP-ViT-H-14",
