@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCardData
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -34,6 +35,16 @@ def card(folder, path="none", **changes):
     written = write_card(run, folder / "adapter", c, 4, table, ["0"] * 3, GaussianPolicy())
     _, header, markdown = written.read_text().split("---\n", 2)
     return yaml.safe_load(header), markdown
+
+
+def test_the_hub_reads_results_and_a_picture_from_the_header(tmp_path):
+    header, _ = card(tmp_path, path="Qwen/Qwen-Image")
+    read = ModelCardData(**header, ignore_metadata_errors=False)
+    (result,) = read.eval_results
+    assert (result.metric_type, result.metric_value) == ("bright", 0.2)
+    assert result.dataset_name == "3 held-out prompts"
+    (picture,) = header["widget"]
+    assert picture["text"] == "0" and (tmp_path / "adapter" / picture["output"]["url"]).is_file()
 
 
 def kinds(markdown):

@@ -48,9 +48,10 @@ class Policy(Protocol):
 
     Optional attributes: `input_pictures`, the least and the largest number of input pictures of a
     prompt (default (0, 0)); `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in
-    which its networks compute, for messages; `in_loss`, a context like `base` that is entered while
-    velocities are computed for a loss; `unguided`, a context in which velocities are without
-    classifier-free guidance, for a policy that has it.
+    which its networks compute, for messages; `adapter_file` (`models.adapters.AdapterFile`), by
+    which checkpoints hold the trained parameters as an adapter; `in_loss`, a context like `base`
+    that is entered while velocities are computed for a loss; `unguided`, a context in which
+    velocities are without classifier-free guidance, for a policy that has it.
     """
 
     @property

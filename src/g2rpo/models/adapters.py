@@ -121,6 +121,26 @@ class Adapter:
         write_tensors(path, self.tensors(prefix), self.metadata)
 
 
+@dataclass(frozen=True)
+class AdapterFile:
+    """How trained parameters are written as an adapter: by key, in their order, the factor by which
+    each is multiplied; and the header of the file."""
+
+    factors: Mapping[str, float]
+    header: Mapping[str, str]
+
+    def tensors(self, values: Iterable[Tensor]) -> dict[str, Tensor]:
+        pairs = zip(self.factors.items(), values, strict=True)
+        return {key: value if factor == 1 else value * factor for (key, factor), value in pairs}
+
+    def values(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The parameters in a file."""
+        return [
+            tensors[key] if factor == 1 else tensors[key] / factor
+            for key, factor in self.factors.items()
+        ]
+
+
 def own_header(transformer: str, rank: int, alpha: float) -> dict[str, str]:
     """What the header of an adapter of this package says; trainers read the rank, and an alpha that
     is equal to it."""

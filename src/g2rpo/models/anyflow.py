@@ -16,6 +16,7 @@ from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Policy
+from g2rpo.models.adapters import AdapterFile
 from g2rpo.models.embeddings import Stored
 from g2rpo.models.facts import PipelineFacts
 from g2rpo.models.options import PolicyConfig, TuningMode
@@ -371,6 +372,12 @@ class DiffusersPolicy(PipelineFacts, Policy):
         at early steps alone does here."""
         if above := self.sampling.load(path, self.pipeline, strength, self.spec.comfyui):
             self.options = self.options.model_copy(update={"lora_above": above})
+
+    @property
+    def adapter_file(self) -> AdapterFile | None:
+        if not isinstance(self.tuning, LoRA):
+            return None
+        return self.tuning.file(self.options.lora_above)
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""

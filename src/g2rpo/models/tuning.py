@@ -22,6 +22,7 @@ from g2rpo.models.adapters import (
     CONFIG,
     PREFIX,
     Adapter,
+    AdapterFile,
     check_fit,
     own_header,
     write_tensors,
@@ -119,17 +120,15 @@ class LoRA:
     def late(self) -> AbstractContextManager[None]:
         return self._acting.during(late=True)
 
-    def save(self, directory: Path, above: float = 0.0) -> Path:
-        """Writes `pytorch_lora_weights.safetensors`; returns where. Its header says above which
-        sigma it acts, `above`. The factor alpha / rank is multiplied into the weights, because
-        loaders that do not read diffusers' metadata, such as ComfyUI's, assume 1."""
-        from peft.utils import get_peft_model_state_dict
-
+    def file(self, above: float = 0.0) -> AdapterFile:
+        """The form in which it is saved. The header says above which sigma it acts, `above`. The
+        factor alpha / rank is multiplied into the weights, because loaders that do not read
+        diffusers' metadata, such as ComfyUI's, assume 1."""
         adapter = self.active.peft_config[TRAINED].to_dict()
         rank, alpha = adapter["r"], adapter["lora_alpha"]
-        tensors = {
-            PREFIX + name: value * (alpha / rank) if "lora_B" in name else value
-            for name, value in get_peft_model_state_dict(self.active).items()
+        factors = {
+            PREFIX + name.replace(f".{TRAINED}.", "."): alpha / rank if ".lora_B." in name else 1.0
+            for name in self.named()
         }
         plain = {
             key: sorted(value) if isinstance(value, set) else value
@@ -141,8 +140,14 @@ class LoRA:
         header |= own_header(type(self.active).__name__, rank, alpha) | (
             {ABOVE_KEY: str(above)} if above else {}
         )
+        return AdapterFile(factors, header)
+
+    def save(self, directory: Path, above: float = 0.0) -> Path:
+        """Writes `pytorch_lora_weights.safetensors`; returns where."""
+        file = self.file(above)
         directory.mkdir(parents=True, exist_ok=True)
-        write_tensors(directory / ADAPTER_FILE, tensors, header)
+        tensors = file.tensors(value.detach() for value in self.named().values())
+        write_tensors(directory / ADAPTER_FILE, tensors, file.header)
         return directory / ADAPTER_FILE
 
 

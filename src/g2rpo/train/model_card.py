@@ -4,13 +4,14 @@ programs."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
@@ -67,19 +68,30 @@ def write_card(
     for picture in (still, curves, *([clips] if moves else [])):
         shutil.copy(picture, folder / picture.name)
     lora = config.policy.tuning == "lora"
-    header: dict[str, Any] = {
-        # the hub refuses a local folder as base_model
-        **({"base_model": config.policy.path} if is_hub_id(config.policy.path) else {}),
+    path, prompts = config.policy.path, counted(len(heldout), "held-out prompt")
+    results = [
+        EvalResult(task, "prompts", prompts, name, round(row.tuned, 4))
+        for name, row in table.items()
+        if math.isfinite(row.tuned)
+    ]
+    pictured = {"text": str(heldout[0]), "output": {"url": (clips if moves else still).name}}
+    header = ModelCardData(
+        base_model=path if is_hub_id(path) else None,  # the hub refuses a local folder
         **_licence(config.policy),
-        "library_name": "diffusers",
-        "pipeline_tag": task,
-        "tags": ["g2rpo", "reinforcement-learning", task, *(["lora"] if lora else [])],
-    }
+        library_name="diffusers",
+        pipeline_tag=task,
+        tags=["g2rpo", "reinforcement-learning", task, *(["lora"] if lora else [])],
+        widget=[pictured],
+        model_name=f"{base_name(path)} tuned with {title_of(config.algorithm)[0]}"
+        if results
+        else None,
+        eval_results=results or None,
+    )
     card = folder / CARD
     text = (
         "\n\n".join(
             [
-                f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
+                f"---\n{header.to_yaml().strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
                 _what(config, iteration),
                 f"![before and after]({(clips if moves else still).name})",
@@ -121,7 +133,7 @@ def _block(language: str, code: str) -> str:
     return f"{fence}{language}\n{code}\n{fence}"
 
 
-def _licence(policy: PolicyConfig) -> dict[str, str]:
+def _licence(policy: PolicyConfig) -> dict[str, Any]:
     """The licence of the base model as the hub's cards have it; {} if it is not known. The hub has
     names of its own for general licences only."""
     licence = catalogue.licence_of(policy.path, policy.kind)

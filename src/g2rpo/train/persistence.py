@@ -18,6 +18,7 @@ from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import add_metadata, remove_unfinished, whole, writing
 from g2rpo.core.rewards import Reward
 from g2rpo.core.types import AlgorithmState, Policy
+from g2rpo.models.adapters import AdapterFile
 from g2rpo.models.sharding import Replicated
 from g2rpo.train.learner import Learner
 from g2rpo.train.model_card import copy_card
@@ -114,9 +115,12 @@ class Persistence:
         if not self.shards.divided and not self.run.writes:
             return None
         world = self.shards.world if self.shards.divided else ALONE
+        file = None if self.shards.divided else getattr(self.policy, "adapter_file", None)
+        if file is not None:
+            file = AdapterFile(file.factors, {**file.header, **self.header(iteration)})
         with self.run.holding():
             path = save_checkpoint(
-                root, iteration, tensors, state, keep, world, self.shards.writers
+                root, iteration, tensors, state, keep, world, self.shards.writers, file
             )
         return path if self.run.writes else None
 

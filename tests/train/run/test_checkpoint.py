@@ -20,13 +20,55 @@ from g2rpo.train.run.checkpoint import (
     save_checkpoint,
 )
 from tests.security.test_security import forged
+from tests.support.policies import make
 from tests.support.runs import fallen_back, mean, resumed, trainer
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 
 def save(root, iteration, keep=2):
     return save_checkpoint(
         root, iteration, {"weights": [torch.full((2,), float(iteration))]}, {}, keep
     )
+
+
+@pytest.mark.parametrize(
+    ("alpha", "average", "files"),
+    [
+        (8, False, ["pytorch_lora_weights"]),
+        (8, True, ["pytorch_lora_weights", "weights"]),
+        (6, False, ["pytorch_lora_weights", "weights"]),  # a factor that rounds
+    ],
+)
+def test_a_checkpoint_is_an_adapter_that_pipelines_load_and_the_run_goes_on_from(
+    alpha, average, files, tmp_path
+):
+    """With the average of the weights, if there is one; the weights are there twice only where the
+    adapter's are not theirs bit for bit."""
+    options = {"height": 32, "width": 32, "lora_rank": 4, "lora_alpha": alpha}
+    policy = make(CLASSES["FluxPipeline"], tiny_pipeline("FluxPipeline"), **options)
+    values = [torch.randn_like(value) for value in policy.trainable_parameters()]
+    tensors = {"weights": values} | ({"average": [2 * v for v in values]} if average else {})
+    file = policy.adapter_file
+    folder = save_checkpoint(tmp_path, 1, tensors, {"seen": 3}, keep=1, file=file)
+    assert sorted(path.stem for path in folder.glob("*.safetensors")) == files
+    _, found, state = load_checkpoint(folder)
+    assert state == {"seen": 3} and found.keys() == tensors.keys()
+    for name, own in tensors.items():
+        assert all(map(torch.equal, found[name], own)), name
+
+    plain = tiny_pipeline("FluxPipeline")
+    plain.load_lora_weights(str(folder))
+    with torch.no_grad():
+        for parameter, value in zip(
+            policy.trainable_parameters(), tensors.get("average", values), strict=True
+        ):
+            parameter.copy_(value)
+    loaded = {n: p for n, p in plain.transformer.named_parameters() if "lora_" in n}
+    scale = alpha / 4
+    for name, value in policy.tuning.named().items():
+        factor = scale if "lora_B" in name else 1.0
+        other = loaded[name.replace("default", "default_0")]
+        assert torch.equal(other, value * factor), name
 
 
 def damage(path, cut=False):

@@ -25,9 +25,12 @@ from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import Stopped, UserError, out_of_memory, placed, refuse
 from g2rpo.core.files import is_other, iteration_name, remove, remove_unfinished, whole, writing
 from g2rpo.core.plain import parse_as, read_text
+from g2rpo.models.adapters import ADAPTER_FILE, AdapterFile, write_tensors
 from g2rpo.models.sharding import Pieces
 
 MANIFEST, STATE = "manifest.json", "state.pt"
+HELD = "adapter_file"
+"""In the state: the list that the adapter's file holds, and its factors by key."""
 
 Checkpoint = tuple[int, dict[str, list[Tensor] | list[Pieces]], dict[str, Any]]
 """(iteration, tensors, state), as passed to `save_checkpoint` by all ranks together."""
@@ -55,6 +58,7 @@ def save_checkpoint(
     keep: int,
     world: World = ALONE,
     writers: int = 1,
+    file: AdapterFile | None = None,
 ) -> Path:
     """Writes `root/iteration_NNNNNN` atomically, then removes all but the newest `keep` intact
     checkpoints.
@@ -62,7 +66,9 @@ def save_checkpoint(
     `tensors` are named lists (weights, averages). The first `writers` ranks of `world` have a piece
     of each tensor, divided along its first dimension in the order of ranks; each writes a
     safetensors file for each list, and all of `world` must call this. `state` is nested plain data
-    and tensors, rank 0's, stored by torch.save and read back with weights_only=True. Raises
+    and tensors, rank 0's, stored by torch.save and read back with weights_only=True. With `file` the
+    weights, or their average if there is one, are written as an adapter, which other programs load;
+    they are written a second time only where the factors in it are not undone bit for bit. Raises
     `Stopped`, on every rank, if a file cannot be written: nothing is left of this checkpoint, and
     earlier ones are unchanged.
     """
@@ -77,12 +83,19 @@ def save_checkpoint(
             wrong = str(error)
         folder = root / world.joined_text(unfinished)
         try:
+            opened = "average" if "average" in tensors else "weights"
             for name, values in tensors.items() if world.rank < writers and folder != root else ():
-                file = folder / f"{name}{f'.{world.rank:05d}' if writers > 1 else ''}.safetensors"
-                save_file(
-                    {f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, file
-                )
-                digests[file.name] = _digest(file)
+                own = [value.detach().contiguous().cpu() for value in values]
+                if file is not None and name == opened:
+                    written = file.tensors(own)
+                    write_tensors(folder / ADAPTER_FILE, written, file.header)
+                    digests[ADAPTER_FILE] = _digest(folder / ADAPTER_FILE)
+                    if all(map(torch.equal, own, file.values(written))):
+                        state = {**state, HELD: (name, dict(file.factors))}
+                        continue
+                path = folder / f"{name}{f'.{world.rank:05d}' if writers > 1 else ''}.safetensors"
+                save_file({f"{i:05d}": value for i, value in enumerate(own)}, path)
+                digests[path.name] = _digest(path)
             if unfinished:
                 torch.save(state, folder / STATE)
                 digests[STATE] = _digest(folder / STATE)
@@ -163,23 +176,23 @@ def load_checkpoint(path: Path) -> Checkpoint:
     iteration, names = _verified(path)
     parts: dict[str, list[list[Tensor]]] = {}
     try:  # the digests agree, so the disk is not at fault
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+        held, factors = state.pop(HELD, (None, {}))
         for name in sorted(names):
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
-                parts.setdefault(name.split(".")[0], []).append(
-                    [stored[key] for key in sorted(stored)]
-                )
+                if name != ADAPTER_FILE:
+                    values = [stored[key] for key in sorted(stored)]
+                    parts.setdefault(name.split(".")[0], []).append(values)
+                elif held is not None:
+                    parts[held] = [AdapterFile(factors, {}).values(stored)]
                 if not all(value.isfinite().all() for value in stored.values()):
                     raise ValueError(f"{name} has values that are not finite")
         tensors = {
             name: [Pieces(of) for of in zip(*lists, strict=True)] if lists[1:] else lists[0]
             for name, lists in parts.items()
         }
-        return (
-            iteration,
-            tensors,
-            torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True),
-        )
+        return iteration, tensors, state
     except Exception as error:  # neither library documents which
         if out_of_memory(error):
             raise
@@ -248,7 +261,9 @@ def _verified(path: Path) -> tuple[int, list[str]]:
 
 def _faults_of_checkpoint(path: Path, manifest: _Manifest) -> Iterator[str]:
     kinds = {name.split(".")[0] for name in manifest.files}
-    if path.name != iteration_name(manifest.iteration) or not {"state", "weights"} <= kinds:
+    if path.name != iteration_name(manifest.iteration) or not (
+        "state" in kinds and kinds & {"weights", Path(ADAPTER_FILE).stem}
+    ):
         yield f"its {MANIFEST} is missing or damaged (it is another checkpoint's)"
     for name, digest in manifest.files.items():
         file = path / name
