@@ -13,6 +13,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,36 +57,48 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in `run_dir/tensorboard`."""
+    """Event files in `run_dir/tensorboard`. They are written here, not by SummaryWriter, whose
+    thread prints a traceback when the disk is full."""
 
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # events from this step on are hidden: they will be written again
-        later = iteration + 1 if iteration else 0
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=later)
+        folder = run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}"  # read in the order of their names
+        self.file = RecordWriter((folder / name).open("wb"))
+        self._write(0, file_version="brain.Event:2")
+        if iteration:  # events from this step on are hidden: they will be written again
+            self._write(iteration + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         from PIL import Image
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.summary import scalar, text
 
-        for name, value in scalars(row).items():
-            self.board.add_scalar(name, value, row["iteration"])
-        for name, said in row.get("alarms", {}).items():
-            self.board.add_text(f"alarms/{name}", said, row["iteration"])
+        values = [scalar(name, value) for name, value in scalars(row).items()]
+        values += [text(f"alarms/{name}", said) for name, said in row.get("alarms", {}).items()]
         for name, path in pictures.items():
-            # the stored PNG: SummaryWriter.add_image would encode pixels again
+            # the stored PNG: torch's `image` would encode pixels again
             with Image.open(path) as picture:
                 width, height = picture.size
             stored = Summary.Image(
                 encoded_image_string=path.read_bytes(), height=height, width=width, colorspace=3
             )
-            self.board.file_writer.add_summary(
-                Summary(value=[Summary.Value(tag=name, image=stored)]), row["iteration"]
-            )
+            values.append(Summary(value=[Summary.Value(tag=name, image=stored)]))
+        for value in values:
+            self._write(row["iteration"], summary=value)
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), step=step, **content)
+        self.file.write(event.SerializeToString())
+        self.file.flush()
 
     def finish(self, ok: bool) -> None:
-        self.board.close()
+        self.file.close()
 
 
 @dataclass
