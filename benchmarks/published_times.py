@@ -100,7 +100,8 @@ def traced(
     options = [f"policy.width={size[0]}", f"policy.height={size[1]}", f"sampling.batch_size={rows}"]
     if overrides is None:
         options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[model]]
-    options += list(overrides or ())
+    else:
+        options += ["policy.autocast=true", *overrides]
     config = settled(load_config(RECIPES[model], options), cuda=True)
     with patch.object(
         fake_tensors, "FLOAT32_OPERATIONS", fake_tensors.FLOAT32_OPERATIONS - {"rms_norm"}

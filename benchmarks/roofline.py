@@ -24,7 +24,7 @@ from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models.blueprint import read_blueprint
 
 WAYS: dict[str, list[str]] = {
-    "autocast": [],
+    "autocast": ["policy.autocast=true"],
     "autocast=false": ["policy.autocast=false"],
     "quantize=int8": ["policy.autocast=false", "policy.quantize=int8"],
 }

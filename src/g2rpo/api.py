@@ -33,6 +33,7 @@ from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.evaluate import run_settings
 from g2rpo.lab.export import export as write_export
+from g2rpo.lab.plan.plan import predict
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.sample import SampleConfig, painter, sample_config, tune
@@ -97,7 +98,12 @@ def trainer(
     if policy is None:
         _quiet()
     request = Request(
-        config=config, given=given, resume=resume, accept_changes=accept_changes, notify=notify
+        config=config,
+        given=given,
+        resume=resume,
+        accept_changes=accept_changes,
+        notify=notify,
+        predict=predict,
     )
     if run_dir is None:
         return build(request)

@@ -1,15 +1,21 @@
 """The plan of a run beside what it measures, and what is planned for on this machine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from g2rpo.config.read import load_config
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.events import Line
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Target, find_target, make_plan, predict
-from g2rpo.train.command import Planned, train_all
+from g2rpo.lab.plan.seconds import COMPILING, planned_seconds
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.train import build
+from g2rpo.train.build import Planned, Request
+from g2rpo.train.command import train_all
+from g2rpo.train.found import Given
 from g2rpo.train.ranks import prompts_to_come
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
@@ -80,3 +86,57 @@ def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch, free, used):
     assert target.name == f"this machine's NVIDIA H100 80GB HBM3{used}"
     with pytest.raises(UserError, match="--device=cuda:9: torch sees 1 CUDA devices"):
         find_target("cuda:9")
+
+
+FAST = "policy.compile=auto trainer.iterations=100000"
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiled"),
+    [
+        (FAST, True),
+        ("policy.compile=auto trainer.iterations=2", False),
+        (f"{FAST} algorithm.update_every=branch", False),
+        (f"{FAST} policy.offload=true policy.tuning=lora policy.gradient_checkpointing=true", False),
+        ("policy.compile=true trainer.iterations=2", True),
+    ],
+)  # fmt: skip
+def test_auto_compiles_where_that_saves_twice_its_time_and_no_ratio_is_clipped(
+    tiny_config, settings, compiled
+):
+    config = load_config(str(tiny_config), ["sampling.batch_size=8", *settings.split()])
+    plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=9)
+    seconds, fast = (
+        planned_seconds(each, H100) for each in (plan, replace(plan, traced=plan.traced.compiled()))
+    )
+    assert seconds.compiling == compiled * 2 * COMPILING
+    assert seconds.run == pytest.approx(
+        sum(seconds.iteration.values()) * plan.counts.iterations
+        + seconds.evaluation * plan.counts.looks + seconds.encoding + seconds.compiling
+    )  # fmt: skip
+    assert compiled == (sum(seconds.iteration.values()) == sum(fast.iteration.values()))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "settings", "line"),
+    [
+        (lambda *run: Planned("a card", 2.0, 3, 142.0), "", "blocks are compiled, in 142 s by plan"),
+        (lambda *run: Planned("a card", 2.0, 3), "", "by plan it would not save twice what it takes"),
+        (lambda *run: None, "", "there is no plan"),
+        (None, "", "there is no plan"),
+        (lambda *run: refuse(["no plan"]), "", "as they are: no plan"),
+        (None, "algorithm.update_every=branch", "a rollout has several updates, whose ratios"),
+    ],
+)  # fmt: skip
+def test_a_run_follows_the_plan_and_says_so(tiny_config, monkeypatch, predicted, settings, line):
+    """On a pretended GPU, whose compiler is not called."""
+    asked, said = [], []
+    monkeypatch.setattr(DiffusersPolicy, "compile", lambda self: asked.append(True))
+    monkeypatch.setattr(build, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(build, "built_rewards", lambda *given: {})
+    config = load_config(str(tiny_config), ["policy.compile=auto", *settings.split()])
+    given = Given(prompts=["a"], heldout=["b"])
+    build.build(Request(config=config, given=given, notify=said.append, predict=predicted))
+    (only,) = [each for each in said if "policy.compile=auto" in each]
+    assert line in only
+    assert bool(asked) == ("are compiled" in only)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.noise import Normal
-from g2rpo.core.objectives import kernel_kl
+from g2rpo.core.objectives import kernel_kl, updates_once
 from g2rpo.core.plans import Rollout
 from g2rpo.core.types import Algorithm, Draw, Network
 
@@ -192,6 +192,4 @@ class PolicyGradient(Algorithm):
             )
             unit = max(unit, float(self.log_ratio(off_by_one)))
         half = self.clip_range / 2 / unit
-        every = self.update_every
-        once = every == "rollout" or (isinstance(every, int) and every >= self.group_size)
-        return max(half, allowed) if once else half
+        return max(half, allowed) if updates_once(self) else half

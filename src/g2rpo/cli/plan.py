@@ -235,8 +235,9 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     table = _aligned_table("time", ("", "an iteration", "the run"), caption=seconds.basis)
     for name, once in seconds.iteration.items():
         table.add_row(name, planned(once), planned(once * counts.iterations))
-    if seconds.encoding:
-        table.add_row("encoding prompts ahead", "", planned(seconds.encoding))
+    for name in ("encoding prompts ahead", "compiling"):
+        if once := getattr(seconds, name.split()[0]):
+            table.add_row(name, "", planned(once))
     evaluations = (
         f"{counted(counts.times_evaluated, 'evaluation')}, {planned(seconds.evaluation)} each"
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from g2rpo.config.schema import Config
-    from g2rpo.train.command import Planned
+    from g2rpo.train.build import Planned
 
 commands = typer.Typer()
 

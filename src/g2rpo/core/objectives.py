@@ -180,6 +180,13 @@ def without_broken(examples: Sequence[Example]) -> list[Example]:
     ]
 
 
+def updates_once(algorithm: Algorithm) -> bool:
+    """Whether a rollout has a single update: its ratios are exactly 1 then, however differently
+    rollout and training pass round."""
+    every = algorithm.update_every
+    return every == "rollout" or (isinstance(every, int) and every >= algorithm.group_size)
+
+
 def updates_of(algorithm: Algorithm, examples: Sequence[Example]) -> Iterator[list[Example]]:
     """The examples of each update, by `Algorithm.update_every`. The network sees a latent that
     members share once in every update that has some of them: the weights differ."""

@@ -4,10 +4,10 @@ declares each."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from g2rpo.models.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, size
 from g2rpo.models.text import TextEncoders
 from g2rpo.models.tuning import Frozen, Full, LoRA, Tuning, tuned
 
+if TYPE_CHECKING:
+    from g2rpo.models.compiling import Compiled
+
 
 class DiffusersPolicy(PipelineFacts, Policy):
     """A flow pipeline of diffusers as a `Policy`, by its own `__call__`.
@@ -58,6 +61,7 @@ class DiffusersPolicy(PipelineFacts, Policy):
 
     stored: Stored | None = None
     """Conditioning in place of the text encoders'."""
+    compiled: Compiled | None = None
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class DiffusersPolicy(PipelineFacts, Policy):
         vae_dtype = getattr(torch, spec.vae_dtype(o.dtype))
         place(pipeline, self.transformer, o, self._device, vae_dtype)
         choose_attention(self.transformer, o.attention)
-        if o.compile:
+        if o.compile is True:
             self.compile()
         self._measure()
 
@@ -149,15 +153,16 @@ class DiffusersPolicy(PipelineFacts, Policy):
         finally:
             self.guidance_scale = before
 
-    def compile(self, backend: str = "inductor") -> None:
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compiles the transformer's blocks in place with torch.compile, for sampling and training.
 
         All blocks of a kind share their graphs: one for sampling, one for training and one for the
         base model under adapters, whatever the number of rows and tokens, and another of each for
         calls of a single row.
         """
-        for block in self.blocks:
-            block.compile(backend=backend, dynamic=True)
+        from g2rpo.models.compiling import Compiled  # imports torch's compiler, which takes seconds
+
+        self.compiled = Compiled(self.blocks, backend)
 
     @property
     def device(self) -> torch.device:

@@ -247,7 +247,10 @@ class Loaded:
         """
         stored = self.cached(cache, notify)
         encode_ahead(stored, list(dict.fromkeys(prompts)), emit)
-        return self.policy(sharding, stored)
+        policy = self.policy(sharding, stored)
+        if policy.compiled is not None:
+            policy.compiled.notify = notify
+        return policy
 
     def warn_of(self, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
         """Tells of prompts that the model does not read to their end, or, if it is an embedded one,

@@ -40,7 +40,7 @@ def faults_of_offload(options: PolicyConfig, tuning: TuningMode, device: str) ->
         yield "policy.offload: is for weights that are not trained: set policy.tuning=lora, or take it out"
     elif not options.gradient_checkpointing:
         yield "policy.offload: the backward pass needs every block again; set policy.gradient_checkpointing=true"
-    if options.compile:
+    if options.compile is True:
         yield "policy.offload: policy.compile is not for weights that come and go; take one of them out"
 
 

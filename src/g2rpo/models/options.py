@@ -80,9 +80,10 @@ class PolicyConfig(Section):
     """The blocks of the frozen base live in host memory, and come to the GPU as they are called. The
     same results in less memory, and in the same time where copies are hidden behind products
     (`g2rpo plan --all`)."""
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
     """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes
-    before the first calls."""
+    before the first calls. "auto": where `g2rpo train` plans that a CUDA GPU saves more than twice
+    that, and rollout and training may round differently (docs/performance.md)."""
     attention: Attention = "auto"
     """Of attention: torch's choice without cuDNN; cudnn, flash, efficient or math of torch; flash2,
     flash3 of packages."""

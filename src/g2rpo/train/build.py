@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from g2rpo.config.schema import Config
 from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
-from g2rpo.core.errors import counted, cut
+from g2rpo.core.errors import UserError, counted, cut
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.images import check_counts, check_inputs
+from g2rpo.core.objectives import updates_once
 from g2rpo.core.rewards import Reward, Scorer
 from g2rpo.core.types import Policy
 from g2rpo.data.prompts import starter_caution, trained_on
@@ -29,6 +32,22 @@ from g2rpo.train.trainer import Trainer
 
 FIRST_PROMPTS, SHOWN_TARGETS, SHOWN_LETTERS = 2, 3, 80
 """How many prompts and targets are shown when a run starts, and how many letters of each."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Seconds of an iteration, on average, bytes at the peak, and seconds of compiling (0: as it
+    is), on a card by its datasheet."""
+
+    card: str
+    seconds: float
+    memory: int
+    compiling: float = 0.0
+
+
+Predict = Callable[[Config, int, Sequence[str], Sequence[str]], Planned | None]
+"""The plan of a run of a config on so many ranks, with its training and held-out prompts, on this
+machine's device; None if there is none, as for a CPU; UserError if it could not be made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +67,7 @@ class Request:
     world: World = ALONE
     notify: Callable[[str], None] = print
     emit: Emit = silent
+    predict: Predict | None = None
 
 
 def build(request: Request) -> Trainer:
@@ -123,6 +143,11 @@ def built_policy(found: Found, request: Request, sharding: Sharded | None) -> Po
     assert pipeline is not None  # else it was refused
     if (caution := pipeline.caution()) is not None:
         notify(caution)
+    if config.policy.compile == "auto":
+        compiled = bool(world.total(world.is_main and pays_to_compile(found, request))[0])
+        pipeline = replace(
+            pipeline, options=pipeline.options.model_copy(update={"compile": compiled})
+        )
     loaded = pipeline.load(seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
     if world.is_main:
         loaded.warn_of([*found.prompts, *found.heldout], notify)
@@ -131,6 +156,35 @@ def built_policy(found: Found, request: Request, sharding: Sharded | None) -> Po
     to_come = prompts_to_come(config, found.prompts, found.heldout, world, begun)
     cache, emit = config.prompts.cache, request.emit
     return loaded.policy_after_encoding(to_come, cache, notify, sharding, emit)
+
+
+def why_not_compiled(config: Config) -> str | None:
+    """Why `policy.compile=auto` leaves a run as it is, whatever compiling would save."""
+    if config.policy.offload or config.trainer.sharding != "none":
+        return "weights come and go"
+    if not updates_once(config.algorithm):
+        return "a rollout has several updates, whose ratios other rounding in rollouts would move"
+    return None
+
+
+def pays_to_compile(found: Found, request: Request) -> bool:
+    """Whether by plan `policy.compile=auto` compiles, which a line says on a GPU."""
+    config, asked = found.config, "policy.compile=auto"
+    if torch.device(pick_device(config.policy.device)).type != "cuda":
+        return False
+    if (why := why_not_compiled(config)) is None and request.predict is not None:
+        try:
+            plan = request.predict(config, request.world.size, found.prompts, found.heldout)
+        except UserError as error:
+            why = str(error)
+        else:
+            if plan is not None and plan.compiling:
+                request.notify(f"{asked}: blocks are compiled, in {plan.compiling:.0f} s by plan")
+                return True
+            if plan is not None:
+                why = "by plan it would not save twice what it takes"
+    request.notify(f"{asked}: blocks run as they are: {why or 'there is no plan'}")
+    return False
 
 
 def built_rewards(

@@ -86,7 +86,7 @@ def _faults_of_device(found: Found) -> Iterator[str]:
         yield "policy.device=mps: autocast is not supported there; set policy.dtype=float32, or policy.autocast=false for LoRA"
     for key, value, plain in (
         ("policy.quantize", policy.quantize, "none"),
-        ("policy.compile", policy.compile, False),
+        ("policy.compile", policy.compile is True, False),
         ("trainer.sharding", config.trainer.sharding, "none"),
     ):
         if value != plain:

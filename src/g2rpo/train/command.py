@@ -7,9 +7,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from g2rpo.core.files import digest_of
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.stopping import Stopping
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.train.build import Request, build
+from g2rpo.train.build import Predict, Request, build
 from g2rpo.train.checks import check
 from g2rpo.train.model_card import CARD
 from g2rpo.train.run.checkpoint import newest_iteration
@@ -47,21 +47,6 @@ from g2rpo.train.trainer import Trainer
 
 MEASURED = 3
 """Iterations after which a plan is compared with what was measured."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Seconds of an iteration, on average, and bytes at the peak, on a card by its datasheet."""
-
-    card: str
-    seconds: float
-    memory: int
-
-
-Predict = Callable[[Config, int, Sequence[str], Sequence[str]], Planned | None]
-"""The plan of a run of a config (with numbers for its batch sizes) on so many ranks, with its
-training and held-out prompts, on this machine's device; None if there is none, as for a CPU;
-UserError if it could not be made."""
 
 
 def train(
@@ -80,8 +65,8 @@ def train(
 
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own
     recipe; if there is none yet, that of `recipe` begins. A stop signal (`stopping`) saves a
-    checkpoint first. After a few iterations the plan that
-    `predict` makes is reported beside what was measured.
+    checkpoint first. The plan that `predict` makes decides about `policy.compile=auto`, and after a
+    few iterations is reported beside what was measured.
     """
     began = time.monotonic()
     notes: list[str] = []
@@ -118,8 +103,9 @@ def train(
             world=world,
             notify=notify,
             emit=emit,
+            predict=predict,
         )
-        train_built(request, stopping, predict)
+        train_built(request, stopping)
         return directory if world.is_main else None
 
 
@@ -190,7 +176,7 @@ def _tell_of_rank(rank: int, message: str) -> None:
     print(f"rank {rank}: {message}", file=sys.stderr)
 
 
-def train_built(request: Request, stopping: Stopping, predict: Predict | None = None) -> None:
+def train_built(request: Request, stopping: Stopping) -> None:
     """Builds a run on one rank, trains it to its end, and compares base and tuned."""
     assert request.run_dir is not None
     directory = request.run_dir
@@ -219,7 +205,7 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     began = time.perf_counter()
     stopping.message = f"stopped at once; {trainer.run.command} goes on from the last checkpoint"
     with stopping.after(partial(setattr, trainer, "stopping", True)):
-        train_all(trainer, emit, predict)
+        train_all(trainer, emit, request.predict)
     done = "all iterations are done"
     stopping.message = (
         f"stopped while base and tuned were compared; {done}, and {trainer.run.command} finishes"

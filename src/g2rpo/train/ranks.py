@@ -127,7 +127,7 @@ def faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator
         how = "start them with torchrun (plan for them with --ranks)"
         yield f"{asked} divides weights over several processes: {how}, or take it out"
     for name in ("compile", "offload"):
-        if getattr(config.policy, name):
+        if getattr(config.policy, name) is True:
             yield f"{asked}: policy.{name} is not for weights that come and go in each block; take it out"
     if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
         yield f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"

@@ -593,6 +593,6 @@ def test_cards_are_known_by_what_torch_calls_them(told, card):
     ],
 )
 def test_what_is_reached_by_a_time(every, minutes, within, iteration, evaluated):
-    seconds = PlannedSeconds({"rollout": 6.0, "update": 4.0}, 50.0, 50.0, 1200.0, "")
+    seconds = PlannedSeconds({"rollout": 6.0, "update": 4.0}, 30.0, 20.0, 50.0, 1200.0, "")
     looks = EvaluationConfig(prompts="x", every=every, every_minutes=minutes)
     assert reached(seconds, 100, looks, within) == Reached(iteration, evaluated)

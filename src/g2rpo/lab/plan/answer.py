@@ -107,7 +107,10 @@ def _costing_time(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     checkpointing = "policy.gradient_checkpointing=true"
     if not config.policy.gradient_checkpointing:
         yield [checkpointing]
-    if config.policy.tuning == "lora" and not (config.policy.offload or config.policy.compile):
+    if config.policy.tuning == "lora" and True not in (
+        config.policy.offload,
+        config.policy.compile,
+    ):
         more = [] if config.policy.gradient_checkpointing else [checkpointing]
         yield ["policy.offload=true", *more]
     if config.sampling.decode_batch_size not in ("auto", 1):

@@ -27,8 +27,8 @@ from g2rpo.models.blueprint import read_blueprint
 from g2rpo.models.pipeline_files import caution
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
+from g2rpo.train.build import Planned
 from g2rpo.train.checks import check_policy
-from g2rpo.train.command import Planned
 from g2rpo.train.consistency import SETTINGS, refuse_all
 from g2rpo.train.found import find_settings
 from g2rpo.train.ranks import divided, faults_of_sharding, prompts_to_come, shard_group
@@ -325,7 +325,7 @@ class Planner:
 def predict(
     config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]
 ) -> Planned | None:
-    """`train.command.Predict`: None for a CPU and for a card without a datasheet; UserError for a
+    """`train.build.Predict`: None for a CPU and for a card without a datasheet; UserError for a
     run beyond planning."""
     target = find_target(config.policy.device)
     if target.card is None:
@@ -344,5 +344,5 @@ def predict(
         Exception
     ) as error:  # a user's own policy or reward may be beyond a plan, but not beyond training
         raise UserError(f"no plan stands beside this run: {error}") from error
-    seconds = sum(plan.seconds(target.card).iteration.values())
-    return Planned(target.card.name, seconds, max(plan.memory.moments.values()))
+    seconds, peak = plan.seconds(target.card), max(plan.memory.moments.values())
+    return Planned(target.card.name, sum(seconds.iteration.values()), peak, seconds.compiling)

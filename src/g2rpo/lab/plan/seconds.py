@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from g2rpo.lab.plan.cards import Card
 from g2rpo.lab.plan.kernels import RATES
+from g2rpo.train.build import why_not_compiled
 from g2rpo.train.run.records import FIRST_LOOK
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from g2rpo.lab.plan.plan import Estimate
     from g2rpo.lab.plan.trace import TracedCall
 
+COMPILING = 21.0 + 8.0 + 42.0
+"""Seconds of compiling for each kind of block: the graph of rollouts and that of a single row, as
+measured for FLUX.1-dev's two kinds (benchmarks/results/gpu_nvidia-h100-80gb-hbm3_2026-11-26.json),
+and that of training, forward and backward: twice the first, assumed."""
 OPTIMIZER_PASSES = 10
 """Reads and writes of every trained float32: three in clipping, and seven in an AdamW step of one
 kernel."""
@@ -25,11 +30,12 @@ kernel."""
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one
-    evaluation; of the run."""
+    """Seconds by phase of one iteration (on average); of encoding all prompts ahead, and of compiling
+    (0: nothing is); of one evaluation; of the run."""
 
     iteration: dict[str, float]
     encoding: float
+    compiling: float
     evaluation: float
     run: float
     basis: str
@@ -50,6 +56,7 @@ def reached(
 ) -> Reached:
     """What a run of `iterations` has reached `within` so many seconds, loading aside."""
     once, spent = sum(seconds.iteration.values()), seconds.encoding + seconds.evaluation
+    spent += seconds.compiling
     evaluated, since = [0] if spent <= within else [], 0.0
     done = 0
     while evaluated and done < iterations and spent + once <= within:
@@ -64,11 +71,20 @@ def reached(
 
 
 def planned_seconds(plan: Estimate, card: Card) -> PlannedSeconds:
-    """The rooflines of all calls, each for its rows.
+    """The rooflines of all calls, each for its rows; compiled ones with `policy.compile=auto` where
+    that saves more than twice what it takes.
 
     Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting),
-    compiling, rewards elsewhere.
+    rewards elsewhere.
     """
+    plain = _seconds(plan, card)
+    if plan.config.policy.compile != "auto" or why_not_compiled(plan.config) is not None:
+        return plain
+    compiled = _seconds(replace(plan, traced=plan.traced.compiled()), card)
+    return compiled if plain.run - compiled.run > compiled.compiling else plain
+
+
+def _seconds(plan: Estimate, card: Card) -> PlannedSeconds:
     config, counts, calls, dtype = plan.config, plan.counts, plan.traced, plan.config.policy.dtype
     costs = {
         name: cost
@@ -119,7 +135,9 @@ def planned_seconds(plan: Estimate, card: Card) -> PlannedSeconds:
     evaluation += counts.heldout * (prompt + a_row(calls.judged) + scoring(costs))
     reached = RATES.products(card, dtype) / 1e12
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
-    run = counts.iterations * sum(iteration.values()) + ahead * encoding
+    kinds = {type(block) for block in plan.model.policy.blocks}
+    compiling = len(kinds) * COMPILING if calls.velocity.roofline.compiled else 0.0
+    run = counts.iterations * sum(iteration.values()) + ahead * encoding + compiling
     run += counts.looks * evaluation
     basis = f"{card.name} by roofline: {rate}"
     if calls.velocity.roofline.streamed:
@@ -127,4 +145,4 @@ def planned_seconds(plan: Estimate, card: Card) -> PlannedSeconds:
             f", {call.roofline.copies(card):.2g} s of copies in a {name} of {call.roofline.call(card):.2g} s"
             for name, call in (("call", calls.velocity), ("training pass", calls.training))
         )
-    return PlannedSeconds(iteration, ahead * encoding, evaluation, run, basis)
+    return PlannedSeconds(iteration, ahead * encoding, compiling, evaluation, run, basis)

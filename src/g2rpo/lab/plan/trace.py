@@ -67,6 +67,17 @@ class Calls:
     judged: TracedCall
     """The largest decoded batch of an evaluation."""
 
+    def compiled(self) -> Calls:
+        """With the network's calls compiled."""
+        return replace(
+            self,
+            **{
+                name: replace(call, roofline=replace(call.roofline, compiled=True))
+                for name, call in vars(self).items()
+                if name not in ("decode", "judged")
+            },
+        )
+
 
 Known = dict[tuple[Any, ...], TracedCall]
 """Calls that were traced, by what they depend on."""
@@ -182,7 +193,7 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
     policy = config.policy
     own = replace(
         call.roofline,
-        compiled=policy.compile,
+        compiled=policy.compile is True,
         attention=policy.attention,
         streamed=call.roofline.streamed if policy.offload else 0,
     )

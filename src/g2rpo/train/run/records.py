@@ -103,6 +103,7 @@ class PlannedAndMeasured:
     memory: int
     measured_seconds: float
     measured_memory: int | None
+    compiling: float = 0.0
 
     def __str__(self) -> str:
         peak = (
