@@ -1,5 +1,5 @@
-"""`policy.lora_above`: the adapter acts at early steps alone, in training, in samples, and in plain
-diffusers by the card."""
+"""`policy.lora_above`: the adapter acts at early steps alone, in training, in samples, merged, and in
+plain diffusers by the card."""
 
 import copy
 import re
@@ -13,13 +13,17 @@ from g2rpo import api
 from g2rpo.cli.main import main
 from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
+from g2rpo.core.flow import dance_sde, sde_kernel
 from g2rpo.core.noise import generator_for
+from g2rpo.core.plans import Plan
 from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.load import build_policy
+from g2rpo.models.lora_layers import TRAINED, factors_of
 from g2rpo.models.pipelines import check_options
+from g2rpo.rollout.engine import Engine
 from g2rpo.train.checks import check_policy
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.run.folder import Run
@@ -114,6 +118,61 @@ def test_layers_are_set_only_where_other_adapters_act_than_before(original, monk
         entered = len(visits)
         policy.velocity(x, torch.tensor([0.2]), cond)  # where the base acts anyway
         assert len(visits) == entered > 0
+
+
+def calls_of_adapters(policy):
+    """A list that grows with every call of an adapter's factor."""
+    calls = []
+    for factor in factors_of(policy.transformer, TRAINED).values():
+        factor.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@torch.no_grad()
+def test_merged_velocities_are_those_of_adapters_whatever_acts(original):
+    """To rounding, and without a call of an adapter; later changes count, and afterwards all is as
+    it was, to the bit."""
+    policy = load(original, lora_above=ABOVE)
+    calls, (x, cond), sigma = calls_of_adapters(policy), inputs(policy, 3), [0.9, ABOVE, 0.2]
+
+    def velocities(context):
+        with context(), policy.base():
+            base = policy.velocity(x, torch.tensor(sigma), cond)
+        with context():
+            return [base, *(policy.velocity(x, torch.tensor(sigma), cond) for _ in range(2))]
+
+    for _ in range(2):
+        apart = velocities(nullcontext)
+        assert calls and (apart[1] - apart[0])[0].abs().max() > 1e-3
+        calls.clear()
+        merged = velocities(policy.merged)
+        assert not calls
+        torch.testing.assert_close(merged, apart, **network(apart[1].abs().max(), passes=2))
+        assert all(map(torch.equal, velocities(nullcontext), apart))
+        perturb(policy)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollouts_merge_tails_alone_and_in_float32_alone(original, monkeypatch, dtype):
+    """Log-probs are of velocities as the loss has them."""
+    policy = load(original, dtype=dtype)
+    calls, plan = calls_of_adapters(policy), Plan(1, 2, ((2, 3, 4),))
+    engine = Engine(policy=policy, cond=policy.encode(PROMPTS[:1]), sigmas=policy.grid(4))
+
+    def rollout():
+        calls.clear()
+        done = engine.rollout([plan], 2, sde_kernel(dance_sde(0.5)), generator_for)[0]
+        return done, len(calls)
+
+    merged, few = rollout()
+    monkeypatch.setattr(policy, "merged", nullcontext)
+    apart, all_calls = rollout()
+    assert few * 2 == all_calls if dtype == "float32" else few == all_calls
+    (mine,), (theirs,) = merged.transitions, apart.transitions
+    assert torch.equal(mine.old_log_prob, theirs.old_log_prob)
+    assert torch.equal(mine.x_next, theirs.x_next)
+    torch.testing.assert_close(merged.finals, apart.finals, **network(4.0, passes=2))
 
 
 PROMPT = "a small red circle"

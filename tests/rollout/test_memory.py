@@ -208,8 +208,8 @@ def test_auto_is_settled_by_the_memory_of_the_device():
 
 def test_auto_on_a_cpu_is_what_the_documentation_says():
     sizes = batch_sizes("auto", "auto", 3, torch.device("cpu"), print)
-    assert (sizes.rollout, sizes.decode, sizes.micro) == (64, 8, 3) and not sizes.auto
-    assert CPU_ROWS == {"rollout": 64, "decode": 8}
+    assert (sizes.rollout, sizes.decode, sizes.micro) == (32, 8, 3) and not sizes.auto
+    assert CPU_ROWS == {"rollout": 32, "decode": 8}
     on_gpu = batch_sizes("auto", 5, 3, torch.device("cuda"), print)
     assert on_gpu.auto == {"rollout"} and on_gpu.decode == 5
     row = trainer(None, "sampling.batch_size=auto", "sampling.decode_batch_size=auto").iterate()

@@ -67,7 +67,7 @@ class SamplingConfig(Section):
     policy.guidance_scale, which is the default. 0 turns classifier-free guidance off, which halves
     the evaluations of training."""
     batch_size: BatchSize = 64
-    """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a
+    """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 32 on a
     CPU."""
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""

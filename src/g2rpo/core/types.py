@@ -51,7 +51,9 @@ class Policy(Protocol):
     which its networks compute, for messages; `adapter_file` (`models.adapters.AdapterFile`), by
     which checkpoints hold the trained parameters as an adapter; `in_loss`, a context like `base`
     that is entered while velocities are computed for a loss; `unguided`, a context in which
-    velocities are without classifier-free guidance, for a policy that has it.
+    velocities are without classifier-free guidance, for a policy that has it; `merged`, a context
+    in which velocities, which no loss compares with its own, may be rounded otherwise, if that is
+    faster.
     """
 
     @property

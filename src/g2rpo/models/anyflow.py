@@ -142,6 +142,9 @@ class DiffusersPolicy(PipelineFacts, Policy):
         finally:
             self._for_loss = False
 
+    def merged(self) -> AbstractContextManager[None]:
+        return self.tuning.merged()
+
     @contextmanager
     def unguided(self) -> Iterator[None]:
         """While entered, velocities are without classifier-free guidance. A scale that is an input of

@@ -101,12 +101,16 @@ class Acting:
     strength = 1.0
     """Of what was learnt: between 0 and 1 it leads from the start to the result."""
     untrained = late = False
+    _own: dict[Any, Tensor] | None = None
+    """While `merged`, the layers' own weights."""
 
     def __init__(
         self, transformer: Any, options: PolicyConfig, start: Adapter | None, own: str | None = None
     ) -> None:
         self.own, self._transformer, self._options = own, transformer, options
         self._early_start = start is not None and start.above > 0
+        self._sums: dict[tuple[Any, ...], dict[Any, Tensor]] = {}
+        """While `merged`, weights with what adapters add, by the adapters' strengths."""
         self.choose()
 
     @contextmanager
@@ -118,6 +122,26 @@ class Acting:
             yield
         finally:
             self._set(before)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """While entered, adapters, which must not change meanwhile, are added to float32 weights on
+        a CPU: calls are faster, and the same but for rounding. bfloat16 would round small changes
+        away, and a GPU's memory is worth more than the time."""
+        o, here = self._options, next(self._transformer.parameters()).device.type
+        able = (o.dtype, o.quantize, here) == ("float32", "none", "cpu") and o.compile is not True
+        if self._own is not None or not able:
+            yield
+            return
+        own = self._own = {layer: layer.weight.data for layer in self._layers()}
+        try:
+            self.choose()
+            yield
+        finally:
+            self._own = None
+            self._sums.clear()
+            _put(own, merged=False)
+            self.choose()
 
     def _set(self, states: Mapping[str, bool]) -> None:
         acting = self._strengths()
@@ -136,17 +160,44 @@ class Acting:
         strengths = self._strengths()
         if not strengths.keys() & getattr(self._transformer, "peft_config", {}).keys():
             return
-        for layer in self._transformer.modules():
-            if hasattr(layer, "lora_A"):
-                for name, strength in strengths.items():
-                    layer.set_scale(name, strength or 1.0)
-                layer.set_adapter(
-                    [name for name, strength in strengths.items() if strength], inference_mode=True
-                )
+        if self._own is not None:
+            key = (*strengths.items(),)
+            if key not in self._sums:
+                self._sums[key] = {
+                    layer: _sum(layer, own, strengths) for layer, own in self._own.items()
+                }
+            _put(self._sums[key], merged=True)
+            return
+        for layer in self._layers():
+            for name, strength in strengths.items():
+                layer.set_scale(name, strength or 1.0)
+            layer.set_adapter(
+                [name for name, strength in strengths.items() if strength], inference_mode=True
+            )
         for factor in factors_of(self._transformer, TRAINED).values():
             factor.requires_grad_(True)
         if not self._options.autocast:
             compute_as_called(self._transformer)
+
+    def _layers(self) -> list[Any]:
+        return [layer for layer in self._transformer.modules() if hasattr(layer, "lora_A")]
+
+
+@torch.no_grad()
+def _sum(layer: Any, own: Tensor, strengths: Mapping[str, float]) -> Tensor:
+    """A layer's own weight and what adapters add to it."""
+    for name, strength in strengths.items():
+        if strength and name in layer.lora_A:
+            layer.set_scale(name, strength)
+            own = own + layer.get_delta_weight(name)
+    return own
+
+
+def _put(weights: Mapping[Any, Tensor], *, merged: bool) -> None:
+    for layer, weight in weights.items():
+        layer.weight.data = weight
+        # with any name here a layer of peft calls its weight alone
+        layer.merged_adapters = [TRAINED] if merged else []
 
 
 class _Rounded:

@@ -68,6 +68,10 @@ class Tuning(Protocol):
         """While entered, adapters that act at early steps alone do not."""
         ...
 
+    def merged(self) -> AbstractContextManager[None]:
+        """While entered, calls may be rounded otherwise, where that is faster."""
+        ...
+
 
 class LoRA:
     """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero,
@@ -119,6 +123,9 @@ class LoRA:
 
     def late(self) -> AbstractContextManager[None]:
         return self._acting.during(late=True)
+
+    def merged(self) -> AbstractContextManager[None]:
+        return self._acting.merged()
 
     def file(self, above: float = 0.0) -> AdapterFile:
         """The form in which it is saved. The header says above which sigma it acts, `above`. The
@@ -206,6 +213,9 @@ class Full:
     def late(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def merged(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def save(self, directory: Path) -> Path:
         """Writes a transformer's folder, which diffusers reads; returns where."""
         if (whole := self._whole()) is not None:
@@ -265,6 +275,9 @@ class Frozen:
 
     def late(self) -> AbstractContextManager[None]:
         return self._acting.during(late=True)
+
+    def merged(self) -> AbstractContextManager[None]:
+        return self._acting.merged()
 
     def scale(self, strength: float) -> None:
         """Sets the strength of the loaded adapter; 0 is the untrained model."""

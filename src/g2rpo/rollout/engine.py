@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -239,29 +240,31 @@ class Engine:
             for job, (_, _, xs) in enumerate(jobs)
             for member, x in enumerate(xs)
         ]
-        while stack:
-            asking: list[_Row] = []
-            forecast: list[_Row] = []  # their velocities need no network
-            while stack and len(asking) < self.batch_size:
-                row = stack.pop()
-                for tail in row.node.tails:
-                    finals[row.job][tail][row.member] = row.x
-                if row.node.children:
-                    (forecast if row.node.forecast else asking).append(row)
-            if not (rows := [*asking, *forecast]):
-                continue
-            x, v = torch.stack([row.x for row in rows]), []
-            if asking:
-                steps, prompts = (
-                    [row.node.step for row in asking],
-                    [jobs[row.job][1] for row in asking],
-                )
-                v.append(self.velocity(x[: len(asking)], steps, prompts))
-            v += [
-                tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None]
-                for row in forecast
-            ]
-            stack.extend(self._advance(rows, x, torch.cat(v), tails))
+        # no loss has velocities of tails
+        with getattr(self.policy, "merged", nullcontext)():
+            while stack:
+                asking: list[_Row] = []
+                forecast: list[_Row] = []  # their velocities need no network
+                while stack and len(asking) < self.batch_size:
+                    row = stack.pop()
+                    for tail in row.node.tails:
+                        finals[row.job][tail][row.member] = row.x
+                    if row.node.children:
+                        (forecast if row.node.forecast else asking).append(row)
+                if not (rows := [*asking, *forecast]):
+                    continue
+                x, v = torch.stack([row.x for row in rows]), []
+                if asking:
+                    steps, prompts = (
+                        [row.node.step for row in asking],
+                        [jobs[row.job][1] for row in asking],
+                    )
+                    v.append(self.velocity(x[: len(asking)], steps, prompts))
+                v += [
+                    tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None]
+                    for row in forecast
+                ]
+                stack.extend(self._advance(rows, x, torch.cat(v), tails))
         return [torch.stack([torch.stack(members) for members in latents]) for latents in finals]
 
     def _advance(self, rows: Sequence[_Row], x: Tensor, v: Tensor, tails: Tails) -> Iterator[_Row]:

@@ -31,9 +31,8 @@ MEMORY_ADVICE: dict[Kind, str] = {
     "decode": "set policy.vae_tiling=true, or take smaller pictures",
     "micro": "set policy.gradient_checkpointing=true, policy.tuning=lora, or take smaller pictures",
 }
-CPU_ROWS: dict[Kind, int] = {"rollout": 64, "decode": 8}
-""""auto" on a CPU: larger batches hardly speed up matrix products, and decoding no longer fits the
-cache."""
+CPU_ROWS: dict[Kind, int] = {"rollout": 32, "decode": 8}
+""""auto" on a CPU: larger batches no longer fit the cache."""
 SAFETY_MARGIN = 0.2
 """The share of a GPU's memory that "auto" leaves free, for optimizer moments that come later and
 for fragmentation."""

@@ -180,7 +180,7 @@ def test_automatic_batch_sizes_are_settled():
     auto = ["sampling.batch_size=auto", "sampling.decode_batch_size=auto"]
     c = load_config("flux1-dev-lora", auto)
     sizes = [settled(c, cuda).sampling for cuda in (True, False)]
-    assert [(s.batch_size, s.decode_batch_size) for s in sizes] == [(8, 1), (64, 8)]
+    assert [(s.batch_size, s.decode_batch_size) for s in sizes] == [(8, 1), (32, 8)]
 
 
 # --- models without weights -----------------------------------------------------------------------
