@@ -1,7 +1,7 @@
 """The paper's comparison at the length of the paper, or a third of it: protocol, figures and what
 is cut in studies/at_length.md. A command goes on where an earlier one was stopped.
 
-    timeout -s TERM 20m python -m studies.at_length --gpu    # once a slot, until it ends with 0
+    python -m studies.at_length --gpu                        # or for 20 minutes at a time
     OMP_NUM_THREADS=1 python -m studies.at_length            # two cores
     python -m studies.at_length --table                      # of what has run
 """
