@@ -123,12 +123,16 @@ def table(rows: list[dict]) -> None:
                         )
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/at_length"))
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     results = Path("studies/results/at_length.jsonl")
     if not given.table:
         for seed in range(70, 78 if given.gpu else 73):
