@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -12,6 +13,8 @@ def main() -> None:
     if sys.platform == "win32":
         print("g2rpo: runs on Linux, macOS and WSL, not on Windows itself", file=sys.stderr)
         sys.exit(2)
+    # torch's threads leave their processors to others while they wait; read as torch is loaded
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from g2rpo.core.process import steady_streams, stop_signals, while_imported
 
     steady_streams()

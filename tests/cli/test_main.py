@@ -50,6 +50,19 @@ def test_help_answers_at_once_and_loads_no_model_library():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
+@pytest.mark.parametrize(
+    ("given", "waits"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")]
+)
+def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise(given, waits):
+    """Set before torch reads it."""
+    program = """import atexit, os, sys
+atexit.register(lambda: print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules))
+from g2rpo.__main__ import main
+main()"""
+    said = ended(sys.executable, "-c", program, "--version", **given).stdout
+    assert said.splitlines()[-1] == f"{waits} False"
+
+
 def test_windows_is_refused_in_a_line():
     """It ended in a traceback of an import."""
     program = "import sys; sys.platform = 'win32'; from g2rpo.__main__ import main; main()"
