@@ -80,7 +80,9 @@ LIBRARIES = (
     "flash_attn",
     "numpy",
 )
-LESS = ["trainer.prompts_per_iteration=1", "algorithm.group_size=6", "algorithm.kl_weight=0"]
+LESS = [
+    "trainer.prompts_per_iteration=1", "algorithm.group_size=6", "algorithm.kl_weight=0", "policy.compile=false",
+]  # fmt: skip
 TINY = [
     "policy.height=64", "policy.width=64", "policy.max_sequence_length=8", "policy.lora_rank=2", "algorithm.group_size=3",
     "algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "sampling.batch_size=4", "sampling.decode_batch_size=2",
@@ -120,6 +122,13 @@ class Found:
         empty_cache()
         self.write()
 
+    @contextmanager
+    def named(self, way: str) -> Iterator[None]:
+        """What is measured inside is of this `way`."""
+        before, self.measured = self.measured, {}
+        yield
+        self.measured = before | {f"{name}, {way}": value for name, value in self.measured.items()}
+
     def write(self) -> None:
         left = json.dumps({name: value for name, value in vars(self).items() if name != "path"})
         # JSON has no NaN
@@ -144,16 +153,21 @@ def configured(case: Case, *overrides: str) -> tuple[Config, Blueprint]:
     }
     frames = ["policy.num_frames=5"] if "num_frames" in given["policy"] else []
     small = [*TINY, *frames] if case["tiny"] else []
+    if any(
+        each.startswith("algorithm.name=") for each in case["overrides"]
+    ):  # without branch steps
+        small = [each for each in small if "branch" not in each]
     return resolve(
-        given, [f"policy.device={case['device']}", *LESS, *overrides, *small, *case["overrides"]]
+        given, [f"policy.device={case['device']}", *LESS, *overrides, *case["overrides"], *small]
     ), shape
 
 
 def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> DiffusersPolicy:
     """A policy with random weights, or those of a `pipeline`, whose adapters act."""
     device = torch.device(pick_device(config.policy.device))
+    drawn_on = torch.device("cpu") if config.policy.offload else device
     drawn = (
-        random_pipeline(shape, device, getattr(torch, config.policy.dtype))
+        random_pipeline(shape, drawn_on, getattr(torch, config.policy.dtype))
         if pipeline is None
         else copy.deepcopy(pipeline)
     )
@@ -233,6 +247,7 @@ def timed(
         call(*given)
         # of the largest call
         found.measured.setdefault(f"{name}, bytes", module.max_memory_allocated(device) - standing)
+        found.notes.setdefault(f"{name}, reserved bytes", module.memory_reserved(device))
     found.write()
 
 
@@ -373,17 +388,6 @@ def model(found: Found, case: Case) -> None:
         trainer = trainer_of(config, policy)
         for number in range(case["iterations"]):
             iteration(found, trainer, device, first=number == 0)
-    if case["loop"]:
-        with found.step("published loop"):
-            algorithm = config.algorithm
-            assert isinstance(algorithm, GranularGRPO)
-            loop = PublishedLoop(
-                trainer.policy, trainer.sigmas, algorithm, {"brightness": Brightness()}
-            )
-            loop.rollout(["a"], generator_for)
-            found.notes["published loop, evaluations/s"] = (
-                loop.evaluations / loop.watch.seconds["rollout"]
-            )
     if case["again"]:
         with found.step("again"):
             weights = []
@@ -407,6 +411,73 @@ def pass_of(found: Found, policy: DiffusersPolicy, rows: int, device: torch.devi
     # attention's backward pass adds in an order that varies
     limit = 0 if device.type == "cpu" else 0.05
     found.checks["gradient, from call to call"] = (relative(*gradients), limit)
+
+
+def ways(found: Found, case: Case) -> None:
+    """One policy as it is and compiled: a call, a training pass and an iteration, and how far they
+    are apart; with `loop` the published order of calls beside them."""
+    config, shape = configured(case)
+    device, counts = torch.device(pick_device(config.policy.device)), count(config, 1)
+    policy = policy_of(config, shape)
+    trainer, weights = trainer_of(config, policy), policy.trainable_parameters()
+    old = [weight.detach().clone() for weight in weights]
+    call, asked = (
+        question(policy, counts.largest(of)) for of in (lambda it: it.calls, lambda it: it.passes)
+    )
+    lines, answers = list[str](), list[list[Tensor]]()
+    for way in ("as it is", "compiled"):
+        with found.step(way), found.named(way):
+            if answers:
+                policy.compile("aot_eager" if case["tiny"] else "inductor")
+                policy.compiled.notify = lines.append  # type: ignore[union-attr]
+            for weight, value in zip(weights, old, strict=True):
+                weight.data.copy_(value)
+            with torch.no_grad():
+                timed(found, "velocity", f"rows={len(call[1])}", device, policy.velocity, *call)
+                velocity = policy.velocity(*call)
+            pass_of(found, policy, len(asked[1]), device)
+            answers.append([velocity, gradient(policy, asked)])
+            trainer.iterate()  # compiles what only an iteration has
+            iteration(found, trainer, device, first=True)
+    found.notes["compiler"] = lines
+    for name, mine, theirs in zip(("velocity", "gradient"), *answers, strict=True):
+        found.checks[f"{name}, compiled and as it is"] = (relative(theirs, mine), 0.05)
+    if case["loop"]:
+        with found.step("published order"):
+            began = time.perf_counter()
+            found.measured["published order, evaluations"] = published_order(trainer)
+            waited(device)
+            found.measured["published order, s"] = time.perf_counter() - began
+
+
+def published_order(trainer: Trainer) -> int:
+    """A rollout of one prompt with every velocity computed anew, a row at a time; returns how many
+    there are."""
+    algorithm = trainer.algorithm
+    if isinstance(algorithm, GranularGRPO):
+        loop = PublishedLoop(trainer.policy, trainer.sigmas, algorithm, trainer.rewards)
+        loop.rollout(["a"], generator_for)
+        return loop.evaluations
+    cond = trainer.policy.encode(["a"])
+    engine = Engine(policy=trainer.policy, cond=cond, sigmas=trainer.sigmas, batch_size=1)
+    apart = [replace(plan, shared_noise=False) for plan in trainer.plans()]
+    engine.rollout(apart, algorithm.group_size, algorithm.kernel(trainer.sigmas), generator_for)
+    return engine.evaluations
+
+
+def limited(found: Found, case: Case) -> None:
+    """An iteration with so much of the GPU's memory."""
+    config, shape = configured(case)
+    device = torch.device(pick_device(config.policy.device))
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    trainer = trainer_of(config, policy_of(config, shape))
+    for limit in (24, 16, 12):
+        with found.step(f"{limit} GB"):
+            empty_cache()
+            if total:
+                torch.cuda.set_per_process_memory_fraction(min(1, limit * 1e9 / total), device)
+            with found.named(f"{limit} GB"):
+                iteration(found, trainer, device, first=True)
 
 
 def drift(found: Found, case: Case) -> None:
@@ -695,14 +766,16 @@ def twice(found: Found, case: Case) -> None:
 def resumed(found: Found, case: Case) -> None:
     """A run that is killed after its first checkpoint, and resumed, ends as one that was not."""
     with found.step("resumed"):
-        run, process = training(case, "killed")
+        overrides, own = case["overrides"], len(case["overrides"])
+        run, process = training(case, f"killed_{own}", *overrides)
         while process.poll() is None and not checkpoints(run.checkpoints):
             time.sleep(0.005)
         process.kill()
         found.notes |= {"ended with": process.code, "checkpoint": newest_iteration(run.checkpoints)}
         found.checks["killed after its last checkpoint"] = (float(run.results.is_file()), 0)
         again = Forked(COMMAND, ["resume", str(run.path)], run.path.with_suffix(".log"))
-        compare(found, whole(case), ended(run, again))
+        first = ended(*training(case, f"whole_{own}", *overrides)) if own else whole(case)
+        compare(found, first, ended(run, again))
 
 
 KERNELS = {
@@ -748,7 +821,7 @@ def layouts(found: Found, case: Case) -> None:
 
 KINDS = {
     each.__name__: each
-    for each in (machine, model, drift, exact, twice, resumed, beside_cpu, layouts)
+    for each in (machine, model, ways, limited, drift, exact, twice, resumed, beside_cpu, layouts)
 }
 
 

@@ -301,7 +301,7 @@ REHEARSED = (
     "resumed",
     "drift",
     "scenes",
-    "forecast",
+    "limited",
     "cudnn",
     "int8",
     "exact",

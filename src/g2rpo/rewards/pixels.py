@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -199,7 +200,9 @@ class Preprocess:
 
     def __call__(self, images: Tensor) -> Tensor:
         levels = images.detach().round().to(torch.uint8) if images.is_floating_point() else images
-        exact = to_tensor([self._resize_and_crop(picture) for picture in to_pil(levels)])
+        # a GPU waits for it; Pillow resizes without Python's lock
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            exact = to_tensor([*threads.map(self._resize_and_crop, to_pil(levels))])
         if not images.requires_grad:
             return normalise(exact, self.mean, self.std)
         return normalise(with_gradient(exact, self._smooth(images)) / 255, self.mean, self.std)
