@@ -5,33 +5,41 @@ here.
     OMP_NUM_THREADS=1 python -m benchmarks.published_times --fit     # fits the constants of `lab.plan.kernels` on one half
 
 `published_times.json` has the figures. Before the first fit they were sorted by card, by kind and
-by the SHA-256 of what they said; every second one was held out. So are all that were measured later.
+by the SHA-256 of what they said; every second one was held out. So are all that were measured in
+2026-11-27's hour on an H200. Those `collected` later were split in the same way before the next fit
+(`halved`).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
 from g2rpo.config.read import load_config
+from g2rpo.config.schema import Config
 from g2rpo.lab.plan import fake_tensors
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.kernels import RATES, Rates
 from g2rpo.lab.plan.trace import TracedCall, trace_calls
-from g2rpo.models.blueprint import read_blueprint
+from g2rpo.models import catalogue
+from g2rpo.models.blueprint import Blueprint, read_blueprint
+from g2rpo.models.blueprint import published as published_blueprint
 
 MORE_CARDS = {
     "l20": Card("NVIDIA L20", 44.5, 119.5, 59.8, 864, 275, 96, False, "L20$"),
     "gb200": Card("NVIDIA GB200", 178.3, 2450, 80, 8000, 1200, 126, True, "GB200", hopper=True),
+    "gb300": Card("NVIDIA GB300", 267.7, 2500, 80, 8000, 1400, 126, True, "GB300", hopper=True),
 }
 RECIPES = {
     "flux": "flux1-dev-lora",
@@ -41,6 +49,34 @@ RECIPES = {
     "wan": "wan-lora",
     "z-image": "z-image-lora",
 }
+RELATED: dict[str, tuple[str, str, str | None, dict[str, Any]]] = {
+    "schnell": ("flux", "black-forest-labs/FLUX.1-schnell", None, {}),
+    "sd35-large": ("sd35", "stabilityai/stable-diffusion-3.5-large", None, {}),
+    "sd3": (
+        "sd35",
+        "stabilityai/stable-diffusion-3-medium-diffusers",
+        "SD3Transformer2DModel",
+        {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}
+        | {"pos_embed_max_size": 192},
+    ),
+    "flux2-dev": (
+        "klein",
+        "black-forest-labs/FLUX.2-klein-base-4B",  # whose pipeline gives no guidance to embed
+        "Flux2Transformer2DModel",
+        {"guidance_embeds": False},
+    ),
+    "wan-14b": ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "WanTransformer3DModel", {}),
+    "chroma": ("flux", "lodestones/Chroma1-HD", "ChromaTransformer2DModel", {}),
+    "krea2": ("qwen", "krea/Krea-2-Raw", "Krea2Transformer2DModel", {}),
+    "lumina2": (
+        "flux",
+        "Alpha-VLLM/Lumina-Image-2.0",
+        "Lumina2Transformer2DModel",
+        {"cap_feat_dim": 2304},
+    ),
+}
+"""Models without a recipe: the one whose recipe they take, with its other parts; their id; the
+class of their transformer, and what is not its default, unless the blueprint is known."""
 AS_PUBLISHED = {
     "flux": ["policy.lora_targets=[proj_out]"],
     "klein": ["policy.lora_targets=[proj_out]", "policy.guidance_scale=1"],
@@ -73,6 +109,7 @@ class Published:
     source: str
     held_out: bool
     overrides: tuple[str, ...] | None = None
+    collected: str = ""
 
     @property
     def measured(self) -> float:
@@ -87,6 +124,31 @@ def published() -> list[Published]:
     ]
 
 
+def halved(rows: Sequence[Published]) -> list[bool]:
+    """Whether each is held out: every second one, sorted by card, kind and the SHA-256 of its model,
+    size, rows, seconds and source."""
+
+    def order(i: int) -> tuple[str, str, str]:
+        row = rows[i]
+        name = f"{row.model} {row.width} {row.height} {row.rows} {row.seconds} {row.source}"
+        return row.card, row.what, hashlib.sha256(name.encode()).hexdigest()
+
+    held = {i: bool(place % 2) for place, i in enumerate(sorted(range(len(rows)), key=order))}
+    return [held[i] for i in range(len(rows))]
+
+
+def blueprint_for(config: Config, model: str) -> Blueprint:
+    """The published blueprint, or that of a related model with its own transformer."""
+    _, path, transformer, options = RELATED.get(model, ("", "", None, {}))
+    if transformer is None:
+        return read_blueprint(config.policy)
+    base = published_blueprint(load_config(RECIPES[RELATED[model][0]], []).policy.path)
+    found = catalogue.model_of(path)
+    assert base is not None and found is not None
+    parts = {**base.parts, "transformer": (f"diffusers:{transformer}", options)}
+    return replace(base, kind=found[0].pipeline_class, parts=parts, options={})
+
+
 @cache
 def traced(
     model: str,
@@ -98,16 +160,21 @@ def traced(
     """The call on tensors without data. Our own figures are of torch 2.11, whose autocast leaves
     RMS norms in bfloat16."""
     options = [f"policy.width={size[0]}", f"policy.height={size[1]}", f"sampling.batch_size={rows}"]
+    like, path = RELATED[model][:2] if model in RELATED else (model, None)
+    if path is not None:
+        known = catalogue.model_of(path)
+        assert known is not None
+        options += [f"policy.path={path}", f"policy.pipeline={known[0].pipeline_class}"]
     if overrides is None:
-        options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[model]]
+        options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[like]]
     else:
         options += ["policy.autocast=true", *overrides]
-    config = settled(load_config(RECIPES[model], options), cuda=True)
+    config = settled(load_config(RECIPES[like], options), cuda=True)
     with patch.object(
         fake_tensors, "FLOAT32_OPERATIONS", fake_tensors.FLOAT32_OPERATIONS - {"rms_norm"}
     ):
         return getattr(
-            trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True),
+            trace_calls(blueprint_for(config, model), config, count(config, 1), like_cuda=True),
             what,
         )
 

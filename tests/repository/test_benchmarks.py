@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import first_gpu
+from benchmarks import first_gpu, published_times
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.rollout import published_evaluations
 from g2rpo.algorithms.g2rpo import GranularGRPO
@@ -113,3 +113,9 @@ def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_mi
     result, code = first_minutes(refuses=90, last=90)
     assert code == 0 and result["cases"]["model last"]["state"] == "done"
     assert result["cases"]["model refuses"] == once
+
+
+def test_figures_that_were_collected_are_split_by_the_rule():
+    """A figure that changes halves after a fit would be a test of nothing."""
+    rows = [row for row in published_times.published() if row.collected]
+    assert published_times.halved(rows) == [row.held_out for row in rows]
