@@ -306,12 +306,14 @@ def plan(
     refuse(faults_of_autocast(config))
     result = planner.plan(cuda=target.cuda)
     refuse(faults_of_places(policy, result.model.policy.blocks, target.capacity))
-    seconds = result.seconds(target.card) if target.card else None
+    seconds = result.seconds(target.card, target.cores) if target.card else None
     alternative = None
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
         alternative = Alternative(
-            extra, other.memory.needed, other.seconds(target.card) if target.card else None
+            extra,
+            other.memory.needed,
+            other.seconds(target.card, target.cores) if target.card else None,
         )
     return PlanAnswer(
         recipe=recipe,

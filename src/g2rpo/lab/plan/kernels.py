@@ -15,9 +15,11 @@ from torch.utils.flop_counter import flop_registry
 
 from g2rpo.lab.plan.cards import Card
 
-PRODUCTS, ATTENTION, CONVOLUTIONS, MOVING = "products", "attention", "convolutions", "moving"
-"""Kinds of kernels: products of matrices; attention in one kernel; convolutions; those that only
-read and write."""
+PRODUCTS, ATTENTION, BACKWARD, CONVOLUTIONS, MOVING = KINDS = (
+    *("products", "attention", "attention's gradient", "convolutions", "moving"),
+)
+"""Kinds of kernels: products of matrices; attention in one kernel, and its backward pass;
+convolutions; those that only read and write."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Rates:
     flash2: float = 0.5
     """The share of that which FlashAttention 2, torch's "flash", reaches on Hopper (arXiv
     2407.08608: 35 % of its peak, where FlashAttention 3 and cuDNN reach 75 %)."""
+    backward: float = 0.56
+    """The share of the rate of attention that its gradient reaches on cards with GDDR memory: their
+    multiprocessors have 100 KB of shared memory, for which FlashAttention 2 takes smaller tiles."""
     convolutions: float = 0.29
     bandwidth: float = 0.83
     compiled: float = 0.09
@@ -61,9 +66,9 @@ class Rates:
     """Seconds that a kernel takes beside its work, until the next one runs."""
     launch: float = 22e-6
     """Seconds of the host for a kernel; a call of few rows waits for them."""
-    launch_training: float = 40e-6
-    """Likewise in a training pass, where autograd and checkpointing run more of Python. The median
-    of three passes of two blocks (benchmarks/results/gpu_nvidia-h200_2026-11-27.json)."""
+    launch_checkpointed: float = 40e-6
+    """Likewise in a training pass with checkpointing, which runs more of Python. The median of three
+    passes of two blocks (benchmarks/results/gpu_nvidia-h200_2026-11-27.json)."""
     models: float = 0.7
     """The rate of text encoders and rewards, which are not traced, as a share of that of products.
     Assumed."""
@@ -88,7 +93,7 @@ class Rates:
 
 
 RATES = Rates()
-TIME_SPREAD = (0.84, 1.27)
+TIME_SPREAD = (0.84, 1.3)
 """Between these multiples of the plan lie nine of ten times that were held out."""
 SLOWER_ON_HOPPER = ("auto", "flash", "flash2", "efficient", "math")
 """Kinds of `policy.attention` without the instructions of Hopper and newer. By itself torch takes
@@ -103,8 +108,8 @@ class Roofline:
     fixed: frozenset[int] = field(default=frozenset(), repr=False)
     compiled: bool = False
     attention: str = "auto"
-    training: bool = False
-    """Whether it is a training pass."""
+    checkpointed: bool = False
+    """Whether it is a training pass with checkpointing."""
     streamed: float = 0.0
     """Bytes that come from host memory meanwhile (policy.offload)."""
 
@@ -130,8 +135,9 @@ class Roofline:
             for kind, dtype in {(kernel.kind, kernel.dtype) for kernel in self.kernels}
         }
         old = card.hopper and self.attention in SLOWER_ON_HOPPER
-        slower = {ATTENTION: rates.attention * (rates.flash2 if old else 1.0)}
-        found = dict.fromkeys((PRODUCTS, ATTENTION, CONVOLUTIONS, MOVING), 0.0)
+        forward = rates.attention * (rates.flash2 if old else 1.0)
+        slower = {ATTENTION: forward, BACKWARD: forward * (1.0 if card.hbm else rates.backward)}
+        found = dict.fromkeys(KINDS, 0.0)
         for kernel, size in zip(self.kernels, self._from_memory(card, rows), strict=True):
             computed = (
                 kernel.flops
@@ -154,7 +160,7 @@ class Roofline:
         longest. A block's copy and its products both grow with its weights, so the sum over blocks
         of the longer of the two is nearly the longer sum."""
         launches = sum(kernel.times * self._kept(kernel, rates) for kernel in self.kernels)
-        launch = rates.launch_training if self.training else rates.launch
+        launch = rates.launch_checkpointed if self.checkpointed else rates.launch
         kernels = sum(self.seconds(card, rates, rows).values())
         return max(kernels, launches * launch, self.copies(card))
 
@@ -282,7 +288,8 @@ def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[st
         query, key = args[1:3] if backward else args[:2]
         batch, heads, rows, width = query.shape
         products = 5 if backward else 2  # the backward pass computes the scores again
-        return ATTENTION, products * 2.0 * batch * heads * rows * key.shape[2] * width
+        kind = BACKWARD if backward else ATTENTION
+        return kind, products * 2.0 * batch * heads * rows * key.shape[2] * width
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return MOVING, 0.0

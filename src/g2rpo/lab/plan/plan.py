@@ -42,6 +42,8 @@ COUNTS_OF_ITERATION: dict[str, Callable[[CountedIteration], float]] = {
     "optimizer_steps": lambda it: it.optimizer_steps,
 }
 """The counted quantities of an iteration, by name."""
+CORES = 8
+"""Cores of the CPU beside a card, unless it is this machine's."""
 RANKS_PER_NODE = 8
 """Ranks of a node, if nothing else is known."""
 
@@ -55,6 +57,7 @@ class Target:
     capacity: int
     """Bytes of the device's memory; of this machine's card those that are free."""
     card: Card | None
+    cores: int = CORES
     limited: bool = False
     """Whether the capacity is one that was asked for, `--memory`."""
 
@@ -81,7 +84,9 @@ def find_target(device: str) -> Target:
             if total - free > CONTEXT_BYTES
             else ""
         )
-        return Target(f"this machine's {name}{used}", True, free, card_of(name))
+        return Target(
+            f"this machine's {name}{used}", True, free, card_of(name), torch.get_num_threads()
+        )
     card = find_card(device)
     return Target(card.name, True, int(card.memory_gib * 2**30), card)
 
@@ -124,9 +129,9 @@ class Estimate:
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.model.trained)
 
-    def seconds(self, card: Card) -> PlannedSeconds:
+    def seconds(self, card: Card, cores: int = CORES) -> PlannedSeconds:
         """The time on a card, by its datasheet, without what ranks send each other."""
-        return planned_seconds(self, card)
+        return planned_seconds(self, card, cores)
 
 
 def nodes_of(ranks: int, asked: int | None) -> int:
@@ -222,12 +227,6 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     ]
     if elsewhere:
         yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
-    if on_cpu := [
-        name
-        for name, cost in result.reward_costs.items()
-        if cost and cost.bytes and cost.device == "cpu"
-    ]:
-        yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
     kept = [name for name in config.rewards if (it := result.reward_costs.get(name)) and it.bytes]
     if kept and config.algorithm.uses_rewards:
         latents = counted(config.trainer.micro_batch_size, "latent")
@@ -344,5 +343,6 @@ def predict(
         Exception
     ) as error:  # a user's own policy or reward may be beyond a plan, but not beyond training
         raise UserError(f"no plan stands beside this run: {error}") from error
-    seconds, peak = plan.seconds(target.card), max(plan.memory.moments.values())
+    seconds = plan.seconds(target.card, target.cores)
+    peak = max(plan.memory.moments.values())
     return Planned(target.card.name, sum(seconds.iteration.values()), peak, seconds.compiling)

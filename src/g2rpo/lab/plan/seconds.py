@@ -26,6 +26,9 @@ and that of training, forward and backward: twice the first, assumed."""
 OPTIMIZER_PASSES = 10
 """Reads and writes of every trained float32: three in clipping, and seven in an AdamW step of one
 kernel."""
+CORE = 80e9
+"""FLOP/s of a CPU's core in rewards: one thread of an AMD EPYC with AVX-512 at a ViT-H-14 and at
+ImageReward, float32 (benchmarks/rewards_on_cpu.py)."""
 
 
 @dataclass(frozen=True)
@@ -70,33 +73,42 @@ def reached(
     return Reached(done, evaluated)
 
 
-def planned_seconds(plan: Estimate, card: Card) -> PlannedSeconds:
-    """The rooflines of all calls, each for its rows; compiled ones with `policy.compile=auto` where
-    that saves more than twice what it takes.
+def planned_seconds(plan: Estimate, card: Card, cores: int) -> PlannedSeconds:
+    """The rooflines of all calls, each for its rows, and rewards on `cores` of a CPU; calls are
+    compiled with `policy.compile=auto` where that saves more than twice what it takes.
 
     Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting),
     rewards elsewhere.
     """
-    plain = _seconds(plan, card)
+    plain = _seconds(plan, card, cores)
     if plan.config.policy.compile != "auto" or why_not_compiled(plan.config) is not None:
         return plain
-    compiled = _seconds(replace(plan, traced=plan.traced.compiled()), card)
+    compiled = _seconds(replace(plan, traced=plan.traced.compiled()), card, cores)
     return compiled if plain.run - compiled.run > compiled.compiling else plain
 
 
-def _seconds(plan: Estimate, card: Card) -> PlannedSeconds:
+def _seconds(plan: Estimate, card: Card, cores: int) -> PlannedSeconds:
     config, counts, calls, dtype = plan.config, plan.counts, plan.traced, plan.config.policy.dtype
     costs = {
         name: cost
         for name, cost in plan.reward_costs.items()
         if cost is not None and cost.device.startswith("cuda")
     }
+    on_cpu = {
+        name: cost.flops
+        for name, cost in plan.reward_costs.items()
+        if cost is not None and cost.device == "cpu" and cost.flops
+    }
 
     def compute(flops: float, dtype: str = dtype) -> float:
         return flops / (RATES.products(card, dtype) * RATES.models)
 
     def scoring(names: Iterable[str]) -> float:
-        return sum(compute(costs[name].flops, costs[name].dtype) for name in names if name in costs)
+        on_card = [costs[name] for name in names if name in costs]
+        return sum(compute(cost.flops, cost.dtype) for cost in on_card)
+
+    def scoring_on_cpu(names: Iterable[str]) -> float:
+        return sum(on_cpu.get(name, 0.0) for name in names) / (CORE * cores)
 
     @cache
     def velocity(rows: float) -> float:
@@ -124,15 +136,20 @@ def _seconds(plan: Estimate, card: Card) -> PlannedSeconds:
         guided = sum(map(velocity, iteration.calls)) - sum(map(velocity, iteration.unguided))
         return guided + sum(velocity(rows / plan.network_rows) for rows in iteration.unguided)
 
+    images, sampled = counts.mean(lambda it: it.images), counts.mean(rollout)
+    # on the CPU they are scored meanwhile
+    late = max(0.0, images * scoring_on_cpu(config.rewards) - sampled)
     iteration = {
         **({"encode": counts.prompts * prompt} if prompt else {}),
-        "rollout": counts.mean(rollout),
-        "decode": counts.mean(lambda it: it.images) * picture,
-        "rewards": counts.mean(lambda it: it.images) * scoring(config.rewards),
+        "rollout": sampled,
+        "decode": images * picture,
+        "rewards": images * scoring(config.rewards) + late,
         "update": counts.mean(update),
     }
     evaluation = counts.heldout_evaluations * a_row(calls.heldout)
-    evaluation += counts.heldout * (prompt + a_row(calls.judged) + scoring(costs))
+    evaluation += counts.heldout * (
+        prompt + a_row(calls.judged) + scoring(costs) + scoring_on_cpu(on_cpu)
+    )
     reached = RATES.products(card, dtype) / 1e12
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
     kinds = {type(block) for block in plan.model.policy.blocks}
@@ -140,6 +157,8 @@ def _seconds(plan: Estimate, card: Card) -> PlannedSeconds:
     run = counts.iterations * sum(iteration.values()) + ahead * encoding + compiling
     run += counts.looks * evaluation
     basis = f"{card.name} by roofline: {rate}"
+    if on_cpu:
+        basis += f"; {', '.join(on_cpu)} on {cores} cores of {CORE / 1e9:g} GFLOP/s (assumed)"
     if calls.velocity.roofline.streamed:
         basis += f"; blocks come at {card.link:g} GB/s (assumed)" + "".join(
             f", {call.roofline.copies(card):.2g} s of copies in a {name} of {call.roofline.call(card):.2g} s"

@@ -160,7 +160,7 @@ def trace_calls(
                 roofline = Roofline(
                     tuple(meter.kernels),
                     fixed_storages(meter.kernels, meter.existing),
-                    training=grad,
+                    checkpointed=grad and config.policy.gradient_checkpointing,
                     streamed=meter.streamed,
                 )
                 known[keys[name]] = TracedCall(rows, meter.peak, roofline)
