@@ -193,6 +193,7 @@ FITTED = (
     "hbm_power",
     "gddr",
     "attention",
+    "backward",
     "convolutions",
     "bandwidth",
     "compiled",

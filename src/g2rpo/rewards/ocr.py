@@ -83,7 +83,7 @@ class OCR(TargetReward):
 
     The text is the prompt's metadata `text`, else the first quoted part; a prompt without either
     has no score. Case and spaces do not count, as in Flow-GRPO. Args: `detect`, whether text is
-    looked for in the whole picture (0.33 s of a core at 512x512); without, the picture is read as
+    looked for in the whole picture (about 0.3 s of a core at 512x512); without, the picture is read as
     one line (about 30 ms). `contains`, whether further text around it is allowed, as in Flow-GRPO; else
     it counts as errors. `exact`, whether a score below 1 becomes 0. `width`, the least width of a
     line at height 48, to which it is padded; a smaller one is faster for short lines. Pictures are
@@ -111,8 +111,8 @@ class OCR(TargetReward):
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel:
-        # as many operations as other models do in its 0.33 s and 0.03 s of a core
-        return RewardModel(flops=26e9 if options["detect"] else 2.4e9)
+        # as many operations as other models do in its 0.3 s and 0.03 s of a core
+        return RewardModel(flops=24e9 if options["detect"] else 2.4e9)
 
     @staticmethod
     def target(prompt: str) -> str | None:

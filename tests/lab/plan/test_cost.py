@@ -24,7 +24,7 @@ from g2rpo.lab.plan.answer import fewest, for_memory, overrides_of
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled, spread_evaluations
 from g2rpo.lab.plan.kernels import RATES, Meter
-from g2rpo.lab.plan.models import KnownModels, cost_of_reward
+from g2rpo.lab.plan.models import KnownModels, RewardCost, cost_of_reward
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
@@ -559,6 +559,20 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     assert parts["update"] == pytest.approx(4 * passed / 3 + step)
     evaluated = plan.counts.times_evaluated * seconds.evaluation
     assert seconds.run == pytest.approx(3 * sum(parts.values()) + evaluated + seconds.encoding)
+
+
+@pytest.mark.slow
+def test_a_reward_on_the_cpu_takes_what_its_cores_take(flux_directory):
+    """Pictures are scored during the rollout, so an iteration takes what is left; a plan without a
+    word of it said 0 s."""
+    plan, card = planned(config(flux_directory)), CARDS["h200"]
+    without, images = plan.seconds(card), plan.counts.mean(lambda it: it.images)
+    scored = replace(plan, reward_costs={"brightness": RewardCost(0, 80e12, "cpu", "float32")})
+    seconds = scored.seconds(card, cores=4)  # 250 s a picture
+    rollout = without.iteration["rollout"]
+    assert seconds.iteration["rewards"] == pytest.approx(250 * images - rollout)
+    assert seconds.evaluation - without.evaluation == pytest.approx(250 * plan.counts.heldout)
+    assert "brightness on 4 cores of 80 GFLOP/s (assumed)" in seconds.basis
 
 
 CALLED = """

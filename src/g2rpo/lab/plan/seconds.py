@@ -27,8 +27,8 @@ OPTIMIZER_PASSES = 10
 """Reads and writes of every trained float32: three in clipping, and seven in an AdamW step of one
 kernel."""
 CORE = 80e9
-"""FLOP/s of a CPU's core in rewards: one thread of an AMD EPYC with AVX-512 at a ViT-H-14 and at
-ImageReward, float32 (benchmarks/rewards_on_cpu.py)."""
+"""FLOP/s of a CPU's core in rewards: one thread of an AMD EPYC with AVX-512, float32, a ViT-H-14 or
+ImageReward: 68 to 84 (benchmarks/rewards_on_cpu.py)."""
 
 
 @dataclass(frozen=True)
