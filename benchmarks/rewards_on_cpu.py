@@ -9,6 +9,7 @@ process's, for other programs may share the machine.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from statistics import median
@@ -34,8 +35,16 @@ def seconds(call: Callable[[], Any]) -> float:
     return median(taken[1:])
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser.parse_args()
+
+
 @torch.no_grad()
 def main() -> None:
+    arguments()
     torch.set_num_threads(1)
     for name, kind, path in (
         ("ViT-H-14 (pickscore, hpsv2, clip_score)", PickScore, "yuvalkirstain/PickScore_v1"),
