@@ -78,7 +78,8 @@ def train(task: str, seed: int, gpu: bool, out: Path) -> None:
 def rows_of(out: Path) -> list[dict]:
     """Of every evaluation of every run: what was spent, and who is right."""
     rows = []
-    for folder in sorted(out.glob("*/runs/*/seed_*")):
+    for config in sorted(out.glob("*/runs/*/seed_*/config.yaml")):  # beside them lie logs
+        folder = config.parent
         run = read_runs([folder])[0]
         task = folder.parents[2].name.rsplit("_", 1)[0]
         spent = [0]
