@@ -60,6 +60,7 @@ def train(task: str, seed: int, gpu: bool, out: Path) -> None:
         f"prompts.train={sizes['train']}",
         f"evaluation.prompts={sizes['heldout']}",
         "evaluation.num_prompts=96",
+        f"trainer.iterations={300 if gpu else 100}",  # else the next is rescaled
         "evaluation.every=25",
         "optim.decay=constant",
         "policy.lora_above=0",
