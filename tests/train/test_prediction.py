@@ -45,7 +45,7 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
     assert line == "by plan on a card: 2 s an iteration (3 s measured), 3.0 GiB (1.0 GiB measured)"
     assert json.loads((tmp_path / "plan.json").read_text())["measured_seconds"] == 3.0
     train_all(resumed(tmp_path, "trainer.iterations=5"), said.append, planned)
-    assert asked == [(64, 1, 3)]
+    assert asked == [(32, 1, 3)]
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(UserError, match=r"plan.json: card: Field required; delete it"):
         t.run.read_plan()
@@ -107,7 +107,8 @@ def test_auto_compiles_where_that_saves_twice_its_time_and_no_ratio_is_clipped(
     config = load_config(str(tiny_config), ["sampling.batch_size=8", *settings.split()])
     plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=9)
     seconds, fast = (
-        planned_seconds(each, H100) for each in (plan, replace(plan, traced=plan.traced.compiled()))
+        planned_seconds(each, H100, cores=8)
+        for each in (plan, replace(plan, traced=plan.traced.compiled()))
     )
     assert seconds.compiling == compiled * 2 * COMPILING
     assert seconds.run == pytest.approx(
