@@ -140,8 +140,8 @@ def main() -> None:
         for seed in range(70, 78 if given.gpu else 73):
             for task in TASKS if given.gpu else ("words",):
                 train(task, seed, given.gpu, given.out.resolve())
-    if given.out.is_dir():
-        results.write_text("".join(json.dumps(row) + "\n" for row in rows_of(given.out)))
+    if rows := rows_of(given.out):
+        results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table([json.loads(line) for line in results.read_text().splitlines()])
 
 
