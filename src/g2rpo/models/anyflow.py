@@ -34,6 +34,7 @@ from g2rpo.models.replay import (
     Script,
     Unseen,
     UnseenProcessor,
+    expanded,
     guiding,
     opaque,
     probe,
@@ -300,7 +301,7 @@ class DiffusersPolicy(PipelineFacts, Policy):
 
     def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
         batch = self.spec.batch(cond)
-        own = [_expanded(value, len(latents)) for value in self._beside]
+        own = [expanded(value, len(latents)) for value in self._beside]
         if self._device.type == "meta":  # for `grid`
             own = [
                 torch.zeros_like(v, device=latents.device) if isinstance(v, Tensor) else v
@@ -393,12 +394,3 @@ class DiffusersPolicy(PipelineFacts, Policy):
             return self.tuning.save(directory)
         assert isinstance(self.tuning, LoRA)
         return self.tuning.save(directory, self.options.lora_above)
-
-
-def _expanded(value: Any, rows: int) -> Any:
-    """A tensor of one row, expanded to `rows`; anything else is shared by all rows."""
-    return (
-        value.expand(rows, *value.shape[1:])
-        if isinstance(value, Tensor) and len(value) == 1
-        else value
-    )

@@ -3,6 +3,7 @@ rollouts and in training alike."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import math
@@ -288,6 +289,28 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, value in module.state_dict(keep_vars=True).items():
         if value.is_floating_point():
             value.data = value.data.to(torch.float32 if kept & {*name.split(".")} else dtype)
+
+
+def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters with a gradient, by name."""
+    return {
+        name: parameter
+        for name, parameter in transformer.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def shared_copy(transformer: nn.Module) -> Any:
+    """A frozen copy that shares the weights' memory."""
+    weights = {id(p): nn.Parameter(p.data, requires_grad=False) for p in transformer.parameters()}
+    return copy.deepcopy(transformer, weights)
+
+
+def separate(trained: nn.Module, frozen: nn.Module) -> None:
+    """Replaces weights of `frozen` that share memory with `trained` by copies."""
+    for weight, other in zip(trained.parameters(), frozen.parameters(), strict=True):
+        if weight.data_ptr() == other.data_ptr():
+            other.data = other.data.clone()
 
 
 def place(

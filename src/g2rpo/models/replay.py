@@ -333,6 +333,15 @@ def replay(
         raise UserError(f"{kind.__name__}: {ONE_TIME}") from error
 
 
+def expanded(value: Any, rows: int) -> Any:
+    """A tensor of one row, expanded to `rows`; anything else is shared by all rows."""
+    return (
+        value.expand(rows, *value.shape[1:])
+        if isinstance(value, Tensor) and len(value) == 1
+        else value
+    )
+
+
 def rows_alike(keys: Sequence[Any]) -> list[list[int]]:
     """Row indices grouped by equal keys, in order of first appearance."""
     groups: dict[Any, list[int]] = {}

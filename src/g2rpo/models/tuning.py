@@ -41,7 +41,7 @@ from g2rpo.models.lora_layers import (
 from g2rpo.models.offload import offloads
 from g2rpo.models.options import PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import is_adapter, weights_of_file
-from g2rpo.models.pipelines import cast
+from g2rpo.models.pipelines import cast, separate, shared_copy, trainable
 from g2rpo.models.quantized import is_quantized, quantize
 from g2rpo.models.sharding import Sharded
 
@@ -182,7 +182,7 @@ class Full:
                 weight.data = weight.data.float() + start.delta(module).view_as(weight).to(
                     weight.device
                 )
-        self._base = _twin(transformer) if keep_base else None
+        self._base = shared_copy(transformer) if keep_base else None
         transformer.requires_grad_(True)
         if sharding is not None:
             sharding.shard(transformer, dtype)
@@ -194,7 +194,7 @@ class Full:
                 self._base.to(device)
             transformer.to(device, torch.float32)
             if self._base is not None:
-                _part(transformer, self._base)
+                separate(transformer, self._base)
         self._named = trainable(transformer)  # FSDP replaces the parameters during a call
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -396,25 +396,3 @@ def _faults_of_steps(start: Adapter, above: float, mode: TuningMode) -> Iterator
             f"policy.lora_above={above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
             "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
         )
-
-
-def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters with a gradient, by name."""
-    return {
-        name: parameter
-        for name, parameter in transformer.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def _twin(transformer: nn.Module) -> Any:
-    """A frozen copy that shares the weights' memory."""
-    weights = {id(p): nn.Parameter(p.data, requires_grad=False) for p in transformer.parameters()}
-    return copy.deepcopy(transformer, weights)
-
-
-def _part(trained: nn.Module, frozen: nn.Module) -> None:
-    """Replaces weights of `frozen` that share memory with `trained` by copies."""
-    for weight, other in zip(trained.parameters(), frozen.parameters(), strict=True):
-        if weight.data_ptr() == other.data_ptr():
-            other.data = other.data.clone()
