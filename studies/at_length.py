@@ -1,15 +1,18 @@
-"""The paper's comparison at the length of the paper, or a third of it: protocol, figures and what
-is cut in studies/at_length.md. A command goes on where an earlier one was stopped.
+"""The paper's comparison at the length of the paper, or a part of it, each cell at the best of three
+rates: protocols, figures and what is cut in studies/at_length.md. A command goes on where an earlier
+one was stopped.
 
     python -m studies.at_length --gpu                        # or for 20 minutes at a time
-    OMP_NUM_THREADS=1 python -m studies.at_length            # two cores
-    python -m studies.at_length --table                      # of what has run
+    OMP_NUM_THREADS=1 python -m studies.at_length            # one core
+    python -m studies.at_length --table                      # tables and figure of what is stored
 """
 
 import argparse
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +21,18 @@ from g2rpo.config.work import work
 from g2rpo.core.statistics import interval
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.report.history import read_runs
+from g2rpo.train.monitor.curves import CurveLine, Panel, save_figure, small_multiples
 
+Row = dict[str, Any]
 PUBLISHED = "algorithm.branch_schedule=all algorithm.tail=reference algorithm.update_every=branch"
-CELLS = {  # the rates are those that pilots chose for studies/eight_seeds.md
-    "g2rpo": f"optim.learning_rate=4e-4 {PUBLISHED} algorithm.granularities=[1,2,3]",
-    "one-granularity": f"optim.learning_rate=4e-4 {PUBLISHED} algorithm.granularities=[1]",
-    "mixgrpo": "optim.learning_rate=2e-4 algorithm.name=mixgrpo",
-    "dancegrpo": "optim.learning_rate=2e-4 algorithm.name=dancegrpo",
-    "in-turns": "optim.learning_rate=4e-4 trainer.prompts_per_iteration={turns}",
-    "flow_grpo": "optim.learning_rate=1e-4 algorithm.name=flow_grpo",
-    "diffusion_nft": "optim.learning_rate=1e-4 algorithm.name=diffusion_nft",
+CELLS = {  # settings, and rates to choose from: one is that of the pilots of studies/eight_seeds.md
+    "g2rpo": (f"{PUBLISHED} algorithm.granularities=[1,2,3]", "4.4e-5 1.3e-4 4e-4"),
+    "one-granularity": (f"{PUBLISHED} algorithm.granularities=[1]", "4.4e-5 1.3e-4 4e-4"),
+    "mixgrpo": ("algorithm.name=mixgrpo", "6.7e-5 2e-4 6e-4"),
+    "dancegrpo": ("algorithm.name=dancegrpo", "6.7e-5 2e-4 6e-4"),
+    "in-turns": ("trainer.prompts_per_iteration={turns}", "1.3e-4 4e-4 1.2e-3"),
+    "flow_grpo": ("algorithm.name=flow_grpo", "3.3e-5 1e-4 3e-4"),
+    "diffusion_nft": ("algorithm.name=diffusion_nft", "3.3e-5 1e-4 3e-4"),
 }
 UNSEEN = {"words": r"[kw]\w*'|'\w{6}'|purple", "testbed": r"\bthree\b|purple"}
 """What no training prompt has: letters, a length, a colour; a count, a colour."""
@@ -38,51 +43,83 @@ TASKS = {  # recipe, prompts, the share of right pictures, trained rewards
     "scenes": ("testbed", "scene_correct", []),
     "scenes-two": ("testbed", "scene_correct", ["rewards.scene_clip.weight=1"]),
 }
+SWEEP = 72
+"""The seed of the runs that choose a rate."""
 
 
-def train(task: str, seed: int, gpu: bool, out: Path) -> None:
-    """All cells of a task with a seed."""
-    world, _, rewards = TASKS[task]
-    sizes = {}
-    for split, many in (("train", None), ("heldout", 48)):
+@dataclass(frozen=True)
+class Size:
+    """What a machine can do."""
+
+    tasks: tuple[str, ...]
+    cells: tuple[str, ...]
+    seeds: tuple[int, ...]
+    iterations: int
+    every: int
+    steps: int
+    prompts: int
+    turns: int
+    jobs: int
+
+
+GPU = Size((*TASKS,), (*CELLS,), (*range(73, 81),), 300, 25, 16, 2, 22, 16)
+CORE = Size(("words",), (*CELLS,)[:4], (73, 74, 75), 60, 20, 10, 1, 6, 1)
+
+
+def write_prompts(world: str, out: Path) -> None:
+    """Of training prompts the last 48 choose rates; of held-out ones 48 are like those that are
+    trained on, and 48 have something new."""
+    out.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for split in ("train", "heldout"):
         prompts = build_prompts(f"{world}:{split}", "prompts")
         kinds = [[p for p in prompts if bool(re.search(UNSEEN[world], p)) == new] for new in (0, 1)]
-        asked = kinds[0] if many is None else kinds[0][:many] + kinds[1][:many]
-        sizes[split] = out / f"{world}_{split}.txt"
-        sizes[split].parent.mkdir(parents=True, exist_ok=True)
-        sizes[split].write_text("\n".join(asked) + "\n")
-    steps = 16 if gpu else 10
+        parts[split] = kinds[0] if split == "train" else kinds[0][:48] + kinds[1][:48]
+    parts["train"], parts["choice"] = parts["train"][:-48], parts["train"][-48:]
+    for name, asked in parts.items():
+        (out / f"{world}_{name}.txt").write_text("\n".join(asked) + "\n")
+
+
+def train(task: str, seed: int, size: Size, cells: dict[str, str], out: Path) -> None:
+    """These cells of a task with a seed."""
+    world, _, rewards = TASKS[task]
+    write_prompts(world, out)
+    asked, many = ("choice", 48) if seed == SWEEP else ("heldout", 96)
     words = [
         *rewards,
         *(f"evaluation.rewards.{name}={{}}" for name in JUDGED if f"rewards.{name}=" in rewards),
         f"trainer.seed={seed}",
-        f"trainer.prompts_per_iteration={2 if gpu else 1}",
-        f"prompts.train={sizes['train']}",
-        f"evaluation.prompts={sizes['heldout']}",
-        "evaluation.num_prompts=96",
-        f"trainer.iterations={300 if gpu else 100}",  # else the next is rescaled
-        "evaluation.every=25",
+        f"trainer.prompts_per_iteration={size.prompts}",
+        f"prompts.train={out / f'{world}_train.txt'}",
+        f"evaluation.prompts={out / f'{world}_{asked}.txt'}",
+        f"evaluation.num_prompts={many}",
+        f"trainer.iterations={size.iterations}",  # else the next is rescaled
+        f"evaluation.every={size.every}",
         "optim.decay=constant",
         "policy.lora_above=0",
-        f"sampling.num_steps={steps}",
+        f"sampling.num_steps={size.steps}",
         "sampling.tails.forecast=false",
     ]
-    branches = f" algorithm.branch_steps={[*range(steps // 2)]}".replace(", ", ",")
-    for name, cell in CELLS.items():
-        own = branches if "algorithm.name" not in cell else ""
-        words += ["--cell", f"{name}: {cell}{own}".format(turns=22 if gpu else 6)]
-    words += ["--budget", f"iterations={300 if gpu else 100}", "--seeds", "1"]
-    words += ["--jobs", "16" if gpu else "1", "--out", str(out / f"{task}_{seed}")]
-    g2rpo(["compare", task.removesuffix("-two"), *words])
+    branches = f"algorithm.branch_steps={[*range(size.steps // 2)]}".replace(", ", ",")
+    for name, cell in cells.items():
+        own = "" if "algorithm.name" in cell else branches
+        words += ["--cell", f"{name}: {cell} {own}".format(turns=size.turns)]
+    words += ["--budget", f"iterations={size.iterations}", "--seeds", "1"]
+    words += ["--jobs", str(size.jobs), "--out", str(out / f"{task}_{seed}")]
+    try:
+        g2rpo(["compare", task.removesuffix("-two"), *words])
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
-def rows_of(out: Path) -> list[dict]:
+def rows_of(out: Path) -> list[Row]:
     """Of every evaluation of every run: what was spent, and who is right."""
     rows = []
     for config in sorted(out.glob("*/runs/*/seed_*/config.yaml")):  # beside them lie logs
         folder = config.parent
         run = read_runs([folder])[0]
-        task = folder.parents[2].name.rsplit("_", 1)[0]
+        task, cell = folder.parents[2].name.rsplit("_", 1)[0], folder.parent.name.split("+")[0]
         spent = [0]
         for row in run.iterations:
             spent.append(spent[-1] + work(run.config, row["iteration"] - 1, row["evaluations"]))
@@ -90,39 +127,96 @@ def rows_of(out: Path) -> list[dict]:
             scores = run.scores(iteration)
             means = {name: round(float(own.nanmean()), 4) for name, own in scores.items()}
             right = "".join(str(int(value)) for value in scores[TASKS[task][1]])
-            at = {"task": task, "cell": folder.parent.name, "seed": run.config.trainer.seed}
-            at |= {"iteration": iteration, "evaluations": spent[iteration]}
-            rows.append(at | {"right": right, "means": means})
+            at = {"task": task, "cell": cell, "seed": run.config.trainer.seed}
+            at |= {"rate": run.config.optim.learning_rate, "iteration": iteration}
+            rows.append(at | {"evaluations": spent[iteration], "right": right, "means": means})
     return rows
 
 
-def table(rows: list[dict]) -> None:
-    """Leads of the first cell at the last iteration, and at the last number of evaluations, that
-    two cells both have; known and unseen prompts apart."""
-    runs: dict[tuple, list[dict]] = {}
+def swept(rows: list[Row], task: str, cell: str) -> dict[float, float]:
+    """By rate the share of right choice prompts, a mean over the last two evaluations."""
+    found: dict[float, list[float]] = {}
+    for row in sorted(rows, key=lambda row: (row.get("rate", 0), row["iteration"])):
+        if (row["task"], row["cell"], row["seed"]) == (task, cell, SWEEP):
+            found.setdefault(row["rate"], []).append(row["right"].count("1") / len(row["right"]))
+    return {rate: float(np.mean(shares[-2:])) for rate, shares in found.items()}
+
+
+def study(size: Size, out: Path) -> None:
+    """Three rates of each cell; then its best, of equal ones the lowest, with new seeds."""
+    for task in size.tasks:
+        own = {name: CELLS[name] for name in size.cells}
+        every = {
+            f"{n}+{r}": f"optim.learning_rate={r} {s}"
+            for n, (s, all_) in own.items()
+            for r in all_.split()
+        }
+        train(task, SWEEP, size, every, out)
+    rows = rows_of(out)
+    for seed in size.seeds:
+        for task in size.tasks:
+            best = {}
+            for name in size.cells:
+                shares = swept(rows, task, name)
+                rate = max(shares, key=lambda rate: shares[rate])
+                best[name] = f"optim.learning_rate={rate} {CELLS[name][0]}"
+            train(task, seed, size, best, out)
+
+
+def marks(rows: list[Row], part: slice) -> np.ndarray:
+    """Who is right [rows, prompts]."""
+    return np.array([[*map(int, row["right"][part])] for row in rows])
+
+
+def table(rows: list[Row]) -> None:
+    """What rates were chosen by. Leads of the first cell at the last iteration, and at the last
+    number of evaluations, that two cells both have; known and unseen prompts apart."""
+    runs: dict[tuple, list[Row]] = {}
     for row in rows:
         runs.setdefault((row["task"], row["cell"], row["seed"]), []).append(row)
+    for task in TASKS:
+        for cell in CELLS:
+            if shares := swept(rows, task, cell):
+                print(f"| {task} | {cell} |", *(f"{r:g}: {s:.3f} |" for r, s in shares.items()))
     for unit in ("iteration", "evaluations"):
         for task in TASKS:
             for cell in CELLS:
                 pairs = []
                 for (of, name, seed), other in runs.items():
                     first = runs.get((task, "g2rpo", seed))
-                    if (of, name) == (task, cell) and first:
+                    if (of, name) == (task, cell) and first and seed != SWEEP:
                         last = min(first[-1][unit], other[-1][unit])
                         at = [[r for r in own if r[unit] <= last][-1] for own in (first, other)]
                         pairs.append((*at, other[0]))
                 for kind, part in (("known", slice(48)), ("unseen", slice(48, None))):
                     if pairs:
-                        values = np.array(
-                            [[[*map(int, r["right"][part])] for r in p] for p in pairs]
-                        )
-                        first, other, base = values.swapaxes(0, 1)
+                        a, b, base = (marks([*own], part) for own in zip(*pairs, strict=True))
                         spent = np.mean([pair[1]["evaluations"] for pair in pairs])
                         print(
                             f"| {task} | {unit} | {cell} | {kind} | {len(pairs)} | {spent:,.0f} |"
-                            f" {interval(other - base):+} | {interval(first - other):+} |"
+                            f" {interval(b - base):+} | {interval(a - b):+} |"
                         )
+
+
+def draw(rows: list[Row], task: str, path: Path) -> None:
+    """Shares of right pictures over iterations and evaluations, with intervals of the change."""
+    panels = []
+    for kind, part in (("known", slice(48)), ("unseen", slice(48, None))):
+        lines: dict[str, list[CurveLine]] = {"iteration": [], "evaluations": []}
+        for style, cell in enumerate(CELLS):
+            own = [r for r in rows if (r["task"], r["cell"]) == (task, cell) and r["seed"] != SWEEP]
+            at = [[r for r in own if r["iteration"] == i] for i in {r["iteration"]: 0 for r in own}]
+            values = [marks(same, part) for same in at]
+            changes = [interval(right - values[0]) for right in values]
+            ends = [(values[0].mean() + c.low, values[0].mean() + c.high) for c in changes]
+            for unit, each in lines.items():
+                x = [float(np.mean([r[unit] for r in same])) for same in at]
+                y = [float(right.mean()) for right in values]
+                if own:
+                    each.append(CurveLine(cell, x, y, style, ends, "marked"))
+        panels.append([Panel(f"right, {kind}", own, unit) for unit, own in lines.items()])
+    note = "Means over seeds; bands: 95 % interval of the change from the base."
+    save_figure(path, small_multiples(panels, note, legend=True))
 
 
 def arguments() -> argparse.Namespace:
@@ -130,19 +224,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/at_length"))
+    results = Path("studies/results/at_length_tuned.jsonl")
+    parser.add_argument("--results", type=Path, default=results)
     return parser.parse_args()
 
 
 def main() -> None:
     given = arguments()
-    results = Path("studies/results/at_length.jsonl")
     if not given.table:
-        for seed in range(70, 78 if given.gpu else 73):
-            for task in TASKS if given.gpu else ("words",):
-                train(task, seed, given.gpu, given.out.resolve())
-    if rows := rows_of(given.out):
-        results.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table([json.loads(line) for line in results.read_text().splitlines()])
+        study(GPU if given.gpu else CORE, given.out.resolve())
+        rows = rows_of(given.out)
+        given.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [json.loads(line) for line in given.results.read_text().splitlines()]
+    table(rows)
+    for task in {row["task"]: 0 for row in rows}:
+        draw(rows, task, given.results.with_name(f"{given.results.stem}_{task}.png"))
 
 
 if __name__ == "__main__":
