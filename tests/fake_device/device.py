@@ -43,7 +43,7 @@ def _compiled(folder: Path) -> Path:
     lists = re.findall(r"#define AT_FORALL_\w+\(_\)(?:.*\\\n)*.*\n", header)
     (folder / "autocast_lists.h").write_text("".join(lists))
     library = folder / "fake_device.so"
-    kind = ["-std=c++17", "-O0", "-fPIC", "-shared"]
+    kind = ["-std=c++20", "-O0", "-fPIC", "-shared"]
     includes = [f"-I{folder}", f"-I{installed / 'include'}"]
     libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = ["g++", *kind, *includes, str(SOURCE), "-o", str(library), *libraries]

@@ -66,6 +66,8 @@ def stand_in(given):
 def first_minutes(monkeypatch, tmp_path):
     """A function that runs cases and returns the result file's content and the exit code."""
     monkeypatch.setattr(first_gpu.gpu_cases, "main", stand_in)
+    # another test may have asked CUDA, and a new process would not have the stand-in
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
     monkeypatch.chdir(tmp_path)
 
     def run(minutes=100.0, **seconds):
