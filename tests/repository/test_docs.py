@@ -6,6 +6,7 @@ import math
 import pkgutil
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,9 @@ def pages_with(pattern: str, slow: tuple[str, ...] = ()):
 
 
 page = pages_with("")
-any_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def save_named(text: str) -> None:
@@ -73,13 +76,12 @@ def save_named(text: str) -> None:
 
 @pages_with("^```bash|`", slow=("extending", "performance", "recipes", "train", "tutorial"))
 def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
-    text = TEXTS[page]
     monkeypatch.chdir(tmp_path)
     for folder in ("benchmarks", "examples", "studies"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    save_named(text)
-    scripts = [block.code for block in blocks(text) if block.language == "bash"]
-    commands = inline_commands(text)
+    save_named(TEXTS[page])
+    scripts = [block.code for block in blocks(TEXTS[page]) if block.language == "bash"]
+    commands = inline_commands(TEXTS[page])
     for script in [*scripts, "\n".join(commands)]:
         found = calls(script, tmp_path) if script else []
         assert found or not script or script.startswith("source "), f"starts nothing: {script}"
@@ -111,17 +113,6 @@ def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
     assert "g2rpo" in (tmp_path / "calls").read_text() and not done.stderr, done.stderr
 
 
-def test_the_script_for_slurm_is_one_that_its_check_can_shorten(tmp_path):
-    """tools/check_slurm.sh replaces the page's recipe, folder and address in it, and tells if it
-    does not find them."""
-    check = (ROOT / "tools/check_slurm.sh").read_text()
-    part = re.search(r"^small=.*?^grep -q [^\n]*", check, re.MULTILINE | re.DOTALL)[0]
-    names = {"PATH": "/usr/bin:/bin", "root": str(ROOT), "folder": str(tmp_path)}
-    command = ["/bin/bash", "-euo", "pipefail", "-c", part]
-    done = subprocess.run(command, cwd=tmp_path, env=names, check=False)
-    assert done.returncode == 0, (tmp_path / "job.sh").read_text()
-
-
 # several trainings each; their commands are checked above
 LONG_PAGES = ("alarms", "extending", "neighbours", "pairs", "rewards", "train", "tutorial")
 
@@ -132,25 +123,21 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
     marked blocks in between, at the smallest size."""
     monkeypatch.chdir(tmp_path)
     trainer_of = api.trainer
-    monkeypatch.setattr(
-        api,
-        "trainer",
-        lambda recipe, given=(), *a, **more: trainer_of(recipe, [*given, *FEW_PROMPTS], *a, **more),
-    )
+
+    def smaller(recipe, given=(), *more, **named):
+        return trainer_of(recipe, [*given, *FEW_PROMPTS], *more, **named)
+
+    monkeypatch.setattr(api, "trainer", smaller)
+    save_named(TEXTS[page])
     names = {"__name__": page.stem}
     for block in blocks(TEXTS[page]):
-        if block.language == "python":
-            if (file := re.match("run by (.*)", block.mark)) is not None:
-                assert page.name in (ROOT / file[1]).read_text()
-                continue
+        if elsewhere := re.match("run by (.*)", block.mark):
+            assert page.name in (ROOT / elsewhere[1]).read_text()
+        elif block.language == "python":
             code = compile(block.code, str(page), "exec")
-            saved_as = re.match(r"# (\w+\.py)\n", block.code)
-            if saved_as:
-                Path(saved_as[1]).write_text(block.code)
             if not block.mark.startswith("compile only: "):
                 exec(code, names)
         elif block.mark == "run":
-            assert block.language == "bash"
             for call in calls(block.code, tmp_path):
                 if call[0] == "g2rpo" and call[1] in QUICK:
                     run(call[1:])
@@ -167,32 +154,28 @@ def run(arguments: list[str]) -> None:
 @pages_with("^```yaml")
 def test_settings_in_yaml_are_a_config(page):
     """What a page shows of a config, in the place of the testbed recipe's own."""
+    scenes = recipes.recipe_settings("scenes")
     for block in blocks(TEXTS[page]):
         if block.language == "yaml":
-            config = resolve(
-                {**recipes.recipe_settings("scenes"), **yaml.safe_load(block.code)},
-                source=page.name,
-            )
+            config = resolve({**scenes, **yaml.safe_load(block.code)}, source=page.name)
             for entry in config.rewards.values():
                 if plugins.is_code(str(entry.options.get("target"))):
                     plugins.allow(entry.options["target"])  # as --plugin does
             check_rewards({**config.rewards, **config.evaluation.rewards})
 
 
-@any_page
+@every_page
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(TEXTS[page])):
         path, _, anchor = target.partition("#")
-        if not path.startswith("http"):
-            there = (page.parent / path) if path else page
-            assert there.exists(), target
-            assert not anchor or anchor in anchors(there), target
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        if path.startswith("http"):
+            continue
+        there = (page.parent / path) if path else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text("utf-8").lower(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading) for heading in headings]  # as GitHub's
+            assert anchor in [name.replace(" ", "-") for name in anchors], target
 
 
 @page
@@ -208,10 +191,8 @@ def test_files_keys_and_functions_that_are_named_exist(page):
             assert (ROOT / span).exists(), span
         elif found := re.match(r"(\w+)\.(\w+)(=.*)?$", span):
             group, key = found[1], found[2]
-            if group in groups and groups[group] and key != "py" and key not in groups[group]:
-                assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), (
-                    f"{span} is neither a key nor a function"
-                )
+            if groups.get(group) and key != "py" and key not in groups[group]:
+                assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), span
 
 
 @pages_with("pytest |python -m")
@@ -224,13 +205,19 @@ def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
         assert not missing, f"{missing} in: {sentence}"
 
 
-@any_page
+@every_page
 def test_numbers_are_written_as_programs_print_them(page):
     """.94 beside a program's 0.94, and 94% beside the 94 % of pages and programs."""
-    assert not re.findall(
-        r"\b\d+%(?! ?\d)", re.sub(r"```.*?```|`[^`]*`", "", TEXTS[page], flags=re.S)
-    )
+    text = re.sub(r"```.*?```|`[^`]*`", "", TEXTS[page], flags=re.S)
+    assert not re.findall(r"\b\d+%(?! ?\d)", text)
     assert not re.findall(r"(?<![\w\d/'\"\\\]).])[-+−±]?\.\d\S*", TEXTS[page])
+
+
+FOUND = [
+    ("architecture", r"^- `([\w.]+)`: ", 35),  # where something is
+    ("log", r"`((?:train|rollout)\.\w+\.[\w.]+)`", 8),  # what computes a value
+    ("neighbours", r"[(,] ?([A-Z]\w+\.\w+)(?=[,)])", 20),  # beside a formula: (AWM.member_loss)
+]
 
 
 def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
@@ -252,36 +239,15 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
     assert all(re.match(r" {0,2}[\w./]+ +\S.{5,}", line) for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("page", "pattern", "least"),
-    [
-        ("architecture", r"^- `([\w.]+)`: ", 35),  # where something is
-        ("log", r"`((?:train|rollout)\.\w+\.[\w.]+)`", 8),  # what computes a value
-    ],
-)
+@pytest.mark.parametrize(("page", "pattern", "least"), FOUND)
 def test_functions_that_a_page_finds_are_there(page, pattern, least):
     names = re.findall(pattern, TEXTS[ROOT / f"docs/{page}.md"], re.MULTILINE)
+    loaded = [module for name, module in [*sys.modules.items()] if name.startswith("g2rpo.")]
+    classes = {name: module.__name__ for module in loaded for name in dir(module)}
     assert len(names) >= least
     for name in names:
-        pkgutil.resolve_name(f"g2rpo.{name}")
-
-
-def test_what_stands_beside_a_formula_exists():
-    """Names such as (AWM.member_loss)."""
-    source = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
-    names = re.findall(r"[(,] ?([A-Z]\w+)\.(\w+)(?=[,)])", TEXTS[ROOT / "docs/neighbours.md"])
-    assert len(names) > 20
-    for owner, member in names:
-        assert re.search(rf"^class {owner}\b", source, re.MULTILINE), owner
-        assert re.search(rf"\b{member}\b", source), member
-
-
-def test_the_way_of_an_iteration_is_short():
-    page = TEXTS[ROOT / "docs/architecture.md"]
-    way = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page, re.MULTILINE)
-    steps = way[: way.index("train/updater.py") + 1]
-    assert len(steps) <= 9 and steps[0] == "cli/train.py" and len(way) > len(steps)
-    assert all((ROOT / "src" / "g2rpo" / file).is_file() for file in way)
+        owner = name.partition(".")[0]
+        pkgutil.resolve_name(f"{classes[owner] if owner[0].isupper() else 'g2rpo'}.{name}")
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "studies", "tools"])
@@ -299,14 +265,10 @@ def test_the_index_of_a_folder_has_its_scripts_and_pages_and_these_its_results(f
 def test_published_code_has_the_table_and_the_commits_of_its_one_source():
     """tests/published/sources.py; studies/published.md has the commits that were run."""
     assert table() in TEXTS[ROOT / "docs/reproduction.md"]
-    ran = (ROOT / "studies/published.md").read_text(encoding="utf-8")
-    for name, source in SOURCES.items():
+    ran = TEXTS[ROOT / "studies/published.md"]
+    for source in SOURCES.values():
         assert (ROOT / source.beside).is_file()
-        row = re.search(rf"^\| {re.escape(name)} \| (\S+/\S+) (\w+), ", ran, re.MULTILINE)
-        if row:
-            assert row.groups() == (source.repository, source.commit), name
-        else:  # G2RPO's own, of which the page has a part
-            assert source.repository in ran and source.commit in ran, name
+        assert source.repository in ran and source.commit in ran, source
 
 
 def test_the_page_of_recipes_has_every_one_and_no_other():
@@ -318,16 +280,14 @@ def test_the_page_of_recipes_has_every_one_and_no_other():
 def test_hours_in_the_readme_are_those_of_the_plans_on_the_cards_of_their_columns():
     """Of benchmarks/results/recipes.json."""
     plans = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
-    readme = (ROOT / "README.md").read_text()
+    readme = TEXTS[ROOT / "README.md"]
     assert f"any of [{len(ALGORITHMS)} algorithms]" in readme
     assert f"and {len(ALGORITHMS) - 1} more." in readme
     evenings = re.findall(r"`([\w-]+-evening)` \| ([\d.]+) h \| (\d+) min \|", readme)
     assert {name for name, *_ in evenings} == {name for name in plans if name.endswith("-evening")}
-    for name, rtx4090, h100 in evenings:
+    for name, *told in evenings:
         runs = plans[name]["runs"]
-        assert (rtx4090, h100) == (f"{runs['rtx4090'] / 3600:.1f}", f"{runs['h100'] / 60:.0f}"), (
-            name
-        )
+        assert told == [f"{runs['rtx4090'] / 3600:.1f}", f"{runs['h100'] / 60:.0f}"], name
 
 
 LOG = TEXTS[ROOT / "docs/log.md"]
@@ -343,49 +303,37 @@ def glossary() -> dict[str, list[str]]:
     return explained
 
 
-class Bright:
-    """A reward that says what is right."""
-
-    right = 0.5
-    differentiable = True
-
-    def __call__(self, images, prompts):
-        return brightness(images, prompts)
-
-
 def some(images, prompts):
     """A reward that scores one of the prompts."""
     return torch.tensor([1.0 if prompt == "0" else math.nan for prompt in prompts])
 
 
+def bright(images, prompts):
+    return brightness(images, prompts)
+
+
+bright.right, bright.differentiable = 0.5, True
+
+
 def test_the_glossary_has_every_name_that_runs_log_and_no_other(monkeypatch):
     """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished
-    latents, weights of samples, a judge with few scores."""
+    latents, weights of samples, a reward that says what is right, a judge with few scores."""
     monkeypatch.setattr("g2rpo.train.evaluator.SPREAD_SHARE", math.inf)
-    explained = glossary()
-    assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
-    for overrides in (
-        [],
-        ["algorithm.kl_weight=0.1"],
-        ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
-        ["algorithm.name=opsd", "algorithm.group_size=4"],
-        ["algorithm.name=self_opd", "algorithm.group_size=4"],
-    ):
-        rewards = {"rewards": {"bright": Bright()}, "judges": {"dark": darkness, "some": some}}
-        for row in trainer(None, *overrides, "trainer.iterations=1", **rewards).train():
+    rewards = {"rewards": {"bright": bright}, "judges": {"dark": darkness, "some": some}}
+    others = (f"algorithm.name={name}" for name in ("diffusion_nft", "opsd", "self_opd"))
+    for words in ("trackers=[]", "algorithm.kl_weight=0.1", *others):
+        small = "algorithm.group_size=4", "trainer.iterations=1"
+        for row in trainer(None, words, *small, **rewards).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
+    explained = glossary()
+    assert explained.keys() == logged.keys()
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
     for kind, entries in explained.items():
         patterns = {
             re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name)
             for name in entries
-        }
-        met = {
-            (name, each) for name in logged[kind] for each in patterns if re.fullmatch(each, name)
-        }
-        unexplained = logged[kind] - {name for name, _ in met}
-        assert not unexplained, f"not in docs/log.md: {sorted(unexplained)}"
-        # memory is of accelerators alone
-        gone = patterns - {each for _, each in met} - {"memory_peak"}
-        assert not gone, f"in docs/log.md, but not logged: {sorted(gone)}"
+        } - {"memory_peak"}  # of accelerators alone
+        met = {(name, p) for name in logged[kind] for p in patterns if re.fullmatch(p, name)}
+        assert logged[kind] - {name for name, _ in met} == set(), "not in docs/log.md"
+        assert patterns - {pattern for _, pattern in met} == set(), "not logged"

@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from g2rpo.models import load
 from g2rpo.models.blueprint import build_on_meta, published, read_blueprint, shapes_of, size_of
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.meta import on_meta
-from g2rpo.models.pipelines import blocks_of, read_pipeline
+from g2rpo.models.pipelines import read_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rewards.catalogue import RewardConfig
 from g2rpo.rollout.engine import Engine
@@ -161,18 +162,14 @@ def test_an_algorithm_without_a_hash_is_counted():
 
 def test_diversity_is_counted_as_the_run_evaluates_it(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluator, "SPREAD_SHARE", math.inf)
-    t, evaluations = runs.trainer(tmp_path), []
-    evaluate, steps = t.evaluator.evaluate, t.evaluator.sampler.num_steps
-
-    def counted(iteration, on_rows, prompts, **more):
-        evaluations.append(len(prompts) * steps)
-        return evaluate(iteration, on_rows, prompts, **more)
-
-    t.evaluator.evaluate = counted
+    t = runs.trainer(tmp_path)
+    steps, watched = t.evaluator.sampler.num_steps, Mock(wraps=t.evaluator.evaluate)
+    t.evaluator.evaluate = watched
     t.evaluator.spread(0, lambda rows: None)
     counts = count(t.config, 3)
+    ((_, _, prompts), _) = watched.call_args
     found = spread_evaluations(t.config, 3, counts.times_evaluated)
-    assert evaluations[0] and found == counts.times_evaluated * evaluations[0]
+    assert prompts and found == counts.times_evaluated * len(prompts) * steps
     assert replace(counts, spread=18 * steps).looks == counts.times_evaluated + 6
 
 
@@ -186,55 +183,65 @@ def test_automatic_batch_sizes_are_settled():
 # --- models without weights -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "millions"),
-    # model cards and papers: 12 B, 2.5 B (with 0.23 B of positions, which are no parameters), 8.1
-    # B, 4.7 B, 123 M, 84 M
-    [
-        ("black-forest-labs/FLUX.1-dev", "transformer", 11901.4),
-        ("black-forest-labs/FLUX.1-dev", "text_encoder_2", 4762.3),
-        ("black-forest-labs/FLUX.1-dev", "vae", 83.8),
-        ("stabilityai/stable-diffusion-3.5-medium", "transformer", 2243.2),
-        # as their cards name them: 20B, 6B, 1.3B
-        ("Qwen/Qwen-Image", "transformer", 20430.4),
-        ("Tongyi-MAI/Z-Image", "transformer", 6154.9),
-        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "transformer", 1419.0),
-    ],
-)
-def test_published_models_have_their_published_sizes(name, part, millions):
+SIZES = """
+black-forest-labs/FLUX.1-dev transformer -> 11901.4
+black-forest-labs/FLUX.1-dev text_encoder_2 -> 4762.3
+black-forest-labs/FLUX.1-dev vae -> 83.8
+stabilityai/stable-diffusion-3.5-medium transformer -> 2243.2
+Qwen/Qwen-Image transformer -> 20430.4
+Tongyi-MAI/Z-Image transformer -> 6154.9
+Wan-AI/Wan2.1-T2V-1.3B-Diffusers transformer -> 1419.0
+"""
+"""Millions of parameters, as model cards and papers have them: 12 B, 4.7 B, 84 M, 2.5 B (with 0.23 B
+of positions, which are no parameters), 20 B, 6 B, 1.3 B."""
+
+
+@pytest.mark.parametrize(("model", "millions"), rows(SIZES))
+def test_published_models_have_their_published_sizes(model, millions):
+    name, part = model.split()
     module = on_meta(published(name).parts[part])
-    assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+    found = sum(weight.numel() for weight in module.parameters()) / 1e6
+    assert found == pytest.approx(float(millions), abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(
-        ["Qwen/Qwen-Image", "Tongyi-MAI/Z-Image", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"],
-        "Tongyi-MAI/Z-Image".__eq__,
-    ),
-)
-def test_open_models_can_be_planned(name):
-    options = ["pipeline=", f"path={name}", "height=512", "width=512"]
-    c = load_config("scenes", [f"policy.{option}" for option in options])
-    policy = build_on_meta(published(name), c.policy)
-    assert shapes_of(policy, published(name)).image_tokens == 1024
+@pytest.mark.slow  # four plans
+def test_ranks_share_the_work(deep):
+    """Each of two ranks has half of the prompts. What it holds, tests/models/test_sharding.py
+    measures."""
+
+    def plan(ranks, mode):
+        c = config(deep["flux"], FULL, NARROW, f"trainer.sharding={mode}")
+        return planned(c, ranks=ranks)
+
+    whole, *shared = (
+        plan(ranks, mode)
+        for ranks, mode in ((1, "none"), (2, "none"), (2, "full"), (2, "training"))
+    )
+    evaluations = whole.counts.mean(lambda it: it.evaluations)
+    for one in shared:
+        assert 2 * one.counts.prompts == whole.counts.prompts == 2 and one.counts.heldout == 2
+        assert 2 * one.counts.mean(lambda it: it.evaluations) == evaluations
+        assert one.memory.checkpoint == whole.memory.checkpoint
+        assert one.memory.embeddings == whole.memory.embeddings
+    gathered = "all weights, gathered to sample"
+    assert [one.memory.working[gathered] > 0 for one in shared] == [False, False, True]
+    with pytest.raises(UserError, match="prompts_per_iteration=2 .* 3 ranks"):
+        planned(config(deep["flux"]), ranks=3)
 
 
-PUBLISHED = {
+PUBLISHED_VAES = {
     name: model.parts["vae"]
     for spec in SPECS.values()
     for name, model in spec.known.items()
-    if model.parts
+    if model.parts and model.parts["vae"][0] == "diffusers:AutoencoderKL"
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, vae in PUBLISHED.items() if vae[0] == "diffusers:AutoencoderKL"]
-)
+@pytest.mark.parametrize("name", list(PUBLISHED_VAES))
 def test_published_vaes_tile_above_1024_pixels(name):
     """Their config's sample_size. diffusers' default, 32, makes hundreds of tiles of a picture, and
     minutes of a plan."""
-    vae = on_meta(PUBLISHED[name])
+    vae = on_meta(PUBLISHED_VAES[name])
     assert vae.tile_sample_min_size == 1024 and vae.tile_latent_min_size == 128
 
 
@@ -398,56 +405,13 @@ def test_traced_activations_are_the_allocators(deep, one_thread, model, override
 def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory):
     """A seventh of what is planned is left for a rollout whose peaks do not fall together."""
     c = config(flux_directory, "algorithm.group_size=12", "sampling.batch_size=16")
-    t = train(c)
-    engine = Engine(
-        policy=t.policy, cond=t.policy.encode(PROMPTS[:2]), sigmas=t.sigmas, batch_size=16
-    )
-    working = planned(c).memory.working
+    t, working = train(c), planned(c).memory.working
+    cond = t.policy.encode(PROMPTS[:2])
+    engine = Engine(policy=t.policy, cond=cond, sigmas=t.sigmas, batch_size=16)
     with Meter() as live:
         engine.rollout(t.plans(), 12, t.algorithm.kernel(t.sigmas), generator_for)
     names = "latents", "finished latents, as rows", "network call"
     assert 0.85 < live.peak / sum(working[name] for name in names) < 1
-
-
-@pytest.mark.slow  # four plans; what ranks hold is measured in tests/models/test_sharding.py
-def test_ranks_share_the_work_and_with_pieces_the_state(deep):
-    """Of two ranks each has half of the prompts; in pieces half of the state, and gathers a block,
-    the next, and the rest."""
-
-    def plan(ranks, mode):
-        c = config(deep["flux"], FULL, NARROW, f"trainer.sharding={mode}")
-        return planned(c, ranks=ranks)
-
-    whole, two, full, training = (
-        plan(ranks, mode)
-        for ranks, mode in ((1, "none"), (2, "none"), (2, "full"), (2, "training"))
-    )
-    evaluations = whole.counts.mean(lambda it: it.evaluations)
-    for one in (two, full, training):
-        assert 2 * one.counts.prompts == whole.counts.prompts == 2 and one.counts.heldout == 2
-        assert 2 * one.counts.mean(lambda it: it.evaluations) == evaluations
-        assert one.memory.checkpoint == whole.memory.checkpoint
-        assert one.memory.embeddings == whole.memory.embeddings
-    for part in ("trained weights", "gradients", "moments"):
-        all_of_it, *held = (
-            (one.memory.parts | one.memory.working)[part] for one in (whole, two, full, training)
-        )
-        assert held == [all_of_it, -(-all_of_it // 2), -(-all_of_it // 2)]
-    c = config(deep["flux"], FULL, NARROW)
-    transformer = build_on_meta(read_blueprint(c.policy), c.policy).transformer
-    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(transformer)]
-    everything = sum(p.numel() for p in transformer.parameters())
-    layers = 2 * (everything - sum(blocks) + 2 * max(blocks))
-    for one in (full, training):
-        assert one.memory.working["gathered layers"] == layers
-    assert training.memory.working["all weights, gathered to sample"] == 2 * everything
-    rollouts = [one.memory.moments["rollout"] for one in (training, full)]
-    assert rollouts[0] - rollouts[1] == 2 * everything - layers
-    assert two.memory.working["gathered layers"] == 0
-    # autocast has nothing to cast
-    assert training.memory.working["network call"] < whole.memory.working["network call"]
-    with pytest.raises(UserError, match="prompts_per_iteration=2 .* 3 ranks"):
-        planned(config(deep["flux"]), ranks=3)
 
 
 @pytest.mark.slow  # five plans
@@ -489,18 +453,17 @@ def test_rewards_on_the_cpu_are_advised_before_any_change_of_method(flux_directo
     """Those of evaluations first, which cost less time; trained ones only where that is not
     enough."""
     others = [f"evaluation.rewards.{name}" for name in ("pickscore", "clip_score")]
-    every = config(flux_directory, *(f"{reward}=1" for reward in ["rewards.hpsv2", *others]))
     judged = [f"{reward}.options.device=cpu" for reward in others]
     trained, halved = (f"rewards.hpsv2.options.{how}" for how in ("device=cpu", "dtype=bfloat16"))
-    one, there = (config(flux_directory, own) for own in ("rewards.hpsv2=1", trained))
-    for c, wanted in (
+    every = ["rewards.hpsv2=1", *(f"{reward}=1" for reward in others)]
+    for overrides, wanted in (
         (every, judged),
         (every, [*judged, trained]),
-        (one, [halved]),
-        (there, [halved]),
+        (["rewards.hpsv2=1"], [halved]),
+        ([trained], [halved]),
     ):
-        lacks = lambda overrides, wanted=wanted: not {*wanted} <= {*overrides}  # noqa: E731
-        assert advised(c, lacks, 0) == wanted
+        lacks = lambda given, wanted=wanted: not {*wanted} <= {*given}  # noqa: E731
+        assert advised(config(flux_directory, *overrides), lacks, 0) == wanted
 
 
 def test_what_is_advised_can_be_done_here(monkeypatch):
@@ -548,17 +511,31 @@ def test_a_training_row_has_the_price_of_one_call(flux_directory, name, calls):
 def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     plan, card = planned(config(flux_directory)), CARDS["h200"]
     seconds, traced = plan.seconds(card), plan.traced
-    passed, decoded = (it.roofline.call(card) for it in (traced.training, traced.decode))
     ((iteration, _),) = plan.counts.kinds
     assert traced.velocity.rows == max(iteration.calls) == 5
     rollout = sum(traced.velocity.roofline.call(card, rows=rows / 5) for rows in iteration.calls)
+    decode = iteration.images * traced.decode.roofline.call(card) / traced.decode.rows
     step = OPTIMIZER_PASSES * plan.memory.parts["trained weights"] / RATES.moved(card)
-    parts = seconds.iteration
-    assert parts["rollout"] == pytest.approx(rollout)
-    assert parts["decode"] == pytest.approx(iteration.images * decoded / traced.decode.rows)
-    assert parts["update"] == pytest.approx(4 * passed / 3 + step)
+    update = 4 * traced.training.roofline.call(card) / 3 + step
+    parts = {"rollout": rollout, "decode": decode, "update": update}
+    assert {name: seconds.iteration[name] for name in parts} == pytest.approx(parts)
     evaluated = plan.counts.times_evaluated * seconds.evaluation
-    assert seconds.run == pytest.approx(3 * sum(parts.values()) + evaluated + seconds.encoding)
+    whole = 3 * sum(seconds.iteration.values()) + evaluated + seconds.encoding
+    assert seconds.run == pytest.approx(whole)
+
+
+REACHED = """
+25 None 99 -> 0 []
+25 None 100 -> 0 [0]
+25 None 110 -> 1 [0]
+25 None 399 -> 25 [0]
+25 None 409 -> 25 [0, 25]
+1000 12 209 -> 6 [0]
+1000 12 219 -> 6 [0, 6]
+40 None 1000000 -> 100 [0, 40, 80, 100]
+"""
+"""evaluation.every, .every_minutes and the seconds; the iteration and the evaluations. 25 iterations
+are done after 100 + 250 s, and evaluated 50 s later; a twelfth of 12 minutes are 6 iterations."""
 
 
 @pytest.mark.slow
@@ -592,21 +569,12 @@ def test_cards_are_known_by_what_torch_calls_them(told, card):
     assert card_of(told) == CARDS.get(card)
 
 
-# of 100 iterations of 10 s; the base is evaluated in 50 s after 50 s of encoding
-@pytest.mark.parametrize(
-    ("every", "minutes", "within", "iteration", "evaluated"),
-    [
-        (25, None, 99, 0, []),
-        (25, None, 100, 0, [0]),
-        (25, None, 110, 1, [0]),
-        (25, None, 399, 25, [0]),  # 100 + 250 + 50 = 400
-        (25, None, 409, 25, [0, 25]),
-        (1000, 12, 209, 6, [0]),  # a twelfth of 12 minutes are 6 iterations: 100 + 60 + 50 = 210
-        (1000, 12, 219, 6, [0, 6]),
-        (40, None, 10**6, 100, [0, 40, 80, 100]),
-    ],
-)
-def test_what_is_reached_by_a_time(every, minutes, within, iteration, evaluated):
+@pytest.mark.parametrize(("asked", "then"), rows(REACHED))
+def test_what_is_reached_by_a_time(asked, then):
+    """Of 100 iterations of 10 s; the base is evaluated in 50 s after 50 s of encoding."""
+    every, minutes, within = map(json.loads, asked.replace("None", "null").split())
+    iteration, evaluated = then.split(maxsplit=1)
     seconds = PlannedSeconds({"rollout": 6.0, "update": 4.0}, 30.0, 20.0, 50.0, 1200.0, "")
     looks = EvaluationConfig(prompts="x", every=every, every_minutes=minutes)
-    assert reached(seconds, 100, looks, within) == Reached(iteration, evaluated)
+    expected = Reached(int(iteration), json.loads(evaluated))
+    assert reached(seconds, 100, looks, within) == expected

@@ -104,15 +104,6 @@ def test_a_call_of_fewer_rows_has_the_same_weights():
         )
 
 
-def test_shares_fall_with_the_power_that_a_peak_would_take():
-    def share(card, dtype="bfloat16"):
-        return RATES.products(CARDS[card], dtype) / CARDS[card].tflops(dtype) / 1e12
-
-    assert share("rtx4090") == pytest.approx(share("rtx5090")) == RATES.most
-    assert RATES.most > share("a100") > share("h100") > share("b200") > 0.5
-    assert RATES.products(CARDS["l40s"], "bfloat16") == pytest.approx(RATES.gddr * 350e12)
-
-
 @pytest.mark.parametrize(("card", "slower"), [("h100", True), ("rtx4090", False), ("a100", False)])
 def test_the_kernel_of_attention_enters_on_hopper(card, slower):
     kernel = Kernel(ATTENTION, 1e12, "bfloat16", {}, {})
@@ -133,14 +124,6 @@ def test_the_gradient_of_attention_is_slower_on_cards_with_gddr(card, slower):
     rates = replace(PEAK, attention=1.0, flash2=1.0, backward=0.5)
     forward, gradient = (both.seconds(CARDS[card], rates)[kind] for kind in (ATTENTION, BACKWARD))
     assert gradient / forward == pytest.approx(2.5 * (2 if slower else 1))
-
-
-def test_only_checkpointed_passes_wait_longer_for_the_host():
-    kernels = (Kernel(MOVING, 0, "", {}, {}),)
-    waits = [
-        Roofline(kernels, checkpointed=each).call(CARD, replace(RATES, gap=0)) for each in (0, 1)
-    ]
-    assert waits == [RATES.launch, RATES.launch_checkpointed]
 
 
 def test_convolutions_and_compiled_networks_have_rates_of_their_own():
