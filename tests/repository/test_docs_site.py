@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import rows
 from tools import docs_site
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +27,20 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "sde_step" in (site / "reference/api-flow/index.html").read_text()
 
 
-def test_links_lead_to_the_sites_pages_or_to_the_repository():
-    of_source = f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py"
-    for link, source, page, moved in (
-        ("models.md#x", "docs/rewards.md", "rewards.md", "models.md#x"),
-        ("../src/g2rpo/core/flow.py", "docs/a.md", "a.md", of_source),
-        ("../README.md#train", "docs/a.md", "a.md", "index.md#train"),
-        ("../studies/teach.md", "docs/a.md", "a.md", "results/teach.md"),
-        ("#y", "docs/a.md", "a.md", "#y"),
-        ("https://a.b", "docs/a.md", "a.md", "https://a.b"),
-        ("docs/models.md", "README.md", "index.md", "models.md"),
-        ("../docs/models.md", "studies/teach.md", "results/teach.md", "../models.md"),
-    ):
-        assert docs_site.moved_links(f"[a]({link})", source, page) == f"[a]({moved})"
+LINKS = """
+models.md#x docs/rewards.md rewards.md -> models.md#x
+../src/g2rpo/core/flow.py docs/a.md a.md -> REPOSITORY/blob/main/src/g2rpo/core/flow.py
+../README.md#train docs/a.md a.md -> index.md#train
+../studies/teach.md docs/a.md a.md -> results/teach.md
+#y docs/a.md a.md -> #y
+https://a.b docs/a.md a.md -> https://a.b
+docs/models.md README.md index.md -> models.md
+../docs/models.md studies/teach.md results/teach.md -> ../models.md
+"""
+
+
+@pytest.mark.parametrize(("words", "moved"), rows(LINKS))
+def test_links_lead_to_the_sites_pages_or_to_the_repository(words, moved):
+    link, source, page = words.split()
+    moved = moved.replace("REPOSITORY", docs_site.REPOSITORY)
+    assert docs_site.moved_links(f"[a]({link})", source, page) == f"[a]({moved})"

@@ -2,6 +2,7 @@
 after two iterations, the lines' gradient within rounding."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -18,43 +19,27 @@ from tests.support.pages import ROOT, blocks
 from tests.support.reference import rollout
 from tests.support.tolerances import rounding
 
-SMALL = [
-    "algorithm.group_size=3",
-    "algorithm.branch_steps=[0,2]",
-    "algorithm.granularities=[1,2]",
-    "sampling.num_steps=4",
-    "sampling.batch_size=1",  # rows of one call: sums of larger calls may be taken in another order
-    "sampling.decode_batch_size=1",
-    "trainer.micro_batch_size=1",
-    "trainer.prompts_per_iteration=2",
-    "trainer.iterations=2",
-    "optim.decay=constant",
-    "optim.ema_decay=0",
-    "trackers=[]",
-]
-
-
-def test_it_is_short():
-    assert len(Path(nano_g2rpo.__file__).read_text("utf-8").splitlines()) <= 150
+SMALL = """
+algorithm.group_size=3 algorithm.branch_steps=[0,2] algorithm.granularities=[1,2]
+sampling.num_steps=4 sampling.batch_size=1 sampling.decode_batch_size=1 trainer.micro_batch_size=1
+trainer.prompts_per_iteration=2 trainer.iterations=2 optim.decay=constant optim.ema_decay=0
+trackers=[]
+"""
+"""With rows of one call: sums of larger calls may be taken in another order."""
 
 
 def test_two_iterations_are_the_packages_to_the_bit(tmp_path):
-    trainer = build(
-        Request(config=resolve(recipes.recipe_settings("scenes"), SMALL), run_dir=tmp_path)
-    )
+    assert len(Path(nano_g2rpo.__file__).read_text("utf-8").splitlines()) <= 150
+    config = resolve(recipes.recipe_settings("scenes"), SMALL.split())
+    trainer = build(Request(config=config, run_dir=tmp_path))
     for _ in range(2):
         trainer.iterate()
-    nano = nano_g2rpo.train(
-        iterations=2, places=2, group=3, num_steps=4, branch_steps=(0, 2), rows=1
-    )
-    before = nano_g2rpo.Flow(1).network
-    moved = 0
-    for mine, theirs, base in zip(
-        nano.parameters(), trainer.policy.transformer.parameters(), before.parameters(), strict=True
-    ):
-        assert torch.equal(mine, theirs)
-        moved += int((mine != base).sum())
-    assert moved
+    size = {"places": 2, "group": 3, "num_steps": 4, "branch_steps": (0, 2), "rows": 1}
+    mine = list(nano_g2rpo.train(iterations=2, **size).parameters())
+    theirs = list(trainer.policy.transformer.parameters())
+    base = list(nano_g2rpo.Flow(1).network.parameters())
+    assert all(map(torch.equal, mine, theirs)) and not all(map(torch.equal, mine, base))
+    assert len(mine) == len(theirs) == len(base)
 
 
 def test_the_readmes_lines_have_the_packages_gradient():
@@ -71,6 +56,9 @@ def test_the_readmes_lines_have_the_packages_gradient():
     def reward(pictures):
         return pictures[:, 0].mean((1, 2))
 
+    def v(x, sigma, prompt=None):
+        return policy.velocity(x, sigma.expand(len(x)), cond.rows([0] * len(x)))
+
     sampled = rollout(policy, cond, sigmas, plan, 12, algorithm.kernel(sigmas), generator)
     scores = torch.stack([reward(policy.decode(each)) for each in sampled.finals])
     advantages = algorithm.advantages(scores[None, None], torch.ones(1))[0]
@@ -79,27 +67,18 @@ def test_the_readmes_lines_have_the_packages_gradient():
     values = algorithm.loss(batch, Trained(policy, cond)).values
     (expected,) = torch.autograd.grad(values.mean(), policy.mean)
 
-    def v(x, sigma):
-        return policy.velocity(x, sigma.expand(len(x)), cond.rows([0] * len(x)))
-
-    class Walk:
-        """`finish` of the nano file asks a flow for its velocity."""
-
-        def velocity(self, x, sigma, prompt):
-            return v(x, sigma).detach()
-
+    walk = SimpleNamespace(velocity=torch.no_grad()(v))  # what `finish` of the nano file asks
     names = {
         **vars(nano_g2rpo),
         **{"v": v, "sigmas": sigmas, "k": k, "c": algorithm.clip_range, "picture": policy.decode},
         "reward": reward,
         "x": policy.noise([generator(0, "initial")]),
         "noise": torch.randn(12, 3, 2, 2, generator=generator(0, "branch", k, k)),
-        "ode": lambda x, start, size: nano_g2rpo.finish(Walk(), x, sigmas, start, size, None),
+        "ode": lambda x, start, size: nano_g2rpo.finish(walk, x, sigmas, start, size, None),
     }
-    (lines,) = [
-        b for b in blocks((ROOT / "README.md").read_text("utf-8")) if b.language == "python"
-    ]
-    exec(lines.code, names)
+    readme = blocks((ROOT / "README.md").read_text("utf-8"))
+    (lines,) = [block.code for block in readme if block.language == "python"]
+    exec(lines, names)
     (found,) = torch.autograd.grad(names["loss"], policy.mean)
     assert expected.abs().max() > 0
     close = rounding(100, size=3 * expected.abs().max())

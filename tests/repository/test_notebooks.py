@@ -44,7 +44,3 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch, capsys):
 def test_a_notebook_is_stored_without_outputs(notebook):
     code = [cell for cell in cells(notebook) if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
-
-
-def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} == {"own_algorithm", "teach", "ten_minutes"}
