@@ -92,19 +92,16 @@ def test_a_model_trains_and_resumes(run, flux_directory, sd3_directory, model, o
     check(answer)
 
 
-@pytest.mark.parametrize(
-    ("model", "ways"),
-    few(
-        [
-            ("flux", [BFLOAT16, "policy.quantize=int8"]),
-            ("sd3", []),
-        ],
-        lambda case: "policy.quantize=int8" in case[1],
-    ),
-    ids=str,
+OFFLOADS = [("flux", [BFLOAT16, "policy.quantize=int8"]), ("sd3", [])]
+FEW_CALLS = (
+    *("sampling.num_steps=2", "algorithm.branch_steps=[0]", "algorithm.granularities=[1]"),
+    *("algorithm.group_size=2", "trainer.prompts_per_iteration=1", CHECKPOINTED),
 )
+
+
+@pytest.mark.parametrize(("model", "ways"), few(OFFLOADS, OFFLOADS[0].__eq__), ids=str)
 def test_blocks_in_host_memory_change_nothing_and_two_are_on_the_device(run, deep, model, ways):
-    ((equal, less, blocks),) = run(cases.offload, deep[model], CHECKPOINTED, *ways)
+    ((equal, less, blocks),) = run(cases.offload, deep[model], *FEW_CALLS, *ways)
     assert equal
     assert less == pytest.approx(sum(blocks) - 2 * max(blocks), rel=0.1)
 

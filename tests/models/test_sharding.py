@@ -52,6 +52,7 @@ SMALL = (
     "optim.learning_rate=0.5",
     "policy.tuning=full",
 )
+ONE_EACH = "trainer.prompts_per_iteration=2"
 BRANCHES = ("algorithm.branch_steps=[0,1]", "algorithm.granularities=[1]")
 
 
@@ -362,7 +363,7 @@ class Gathers(TorchDispatchMode):
 def counted(world, model, mode):
     """[calls without gradients, calls with, gathers, scatters] of one iteration in which ranks have
     as many rows a call."""
-    rows = ("sampling.batch_size=8", "trainer.micro_batch_size=2")
+    rows = ("sampling.batch_size=8", "trainer.micro_batch_size=2", ONE_EACH)
     t, calls = build(world, None, model, mode, *BRANCHES, *rows), Counter()
     network = t.policy.transformer
     network.register_forward_pre_hook(lambda *_: calls.update([torch.is_grad_enabled()]))
@@ -505,7 +506,7 @@ def run_out_above(rows, call):
 
 
 def short_of_memory(world, folder, model, mode):
-    t = build(world, None, model, mode, *BRANCHES, "sampling.batch_size=8")
+    t = build(world, None, model, mode, *BRANCHES, "sampling.batch_size=8", ONE_EACH)
     if world.rank == 1:
         t.policy.velocity = run_out_above(3, t.policy.velocity)
     return [t.iterate()["out_of_memory"], t.sizes.rollout]
