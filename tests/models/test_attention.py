@@ -8,24 +8,14 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.noise import generator_for
 from g2rpo.models import pipelines
 from g2rpo.models.pipelines import BACKENDS, attention_kinds, choose_attention
 from tests.support import policies
-from tests.support.commands import refused
 from tests.support.tolerances import network
-
-SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "frozen"}
 
 
 def velocity(directory, **options):
-    policy = policies.load(directory, **SIZE, **options)
-    x, cond = (
-        policy.noise([generator_for(i) for i in range(2)]),
-        policy.encode(["a red circle", "a square"]),
-    )
-    with torch.no_grad():
-        return policy.velocity(x, torch.tensor([0.9, 0.5]), cond)
+    return policies.velocity(policies.load(directory, "frozen", **options), 0.9, 0.5)
 
 
 def test_every_kernel_of_this_machine_gives_the_same_velocity(flux_directory, monkeypatch):
@@ -51,13 +41,6 @@ def test_diffusers_has_every_kernel_that_can_be_named():
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     assert set(BACKENDS.values()) <= {name.value for name in AttentionBackendName}
-
-
-def test_what_is_missing_is_refused_before_anything_is_loaded(tmp_path, capsys, tiny_config):
-    err = refused(
-        capsys, "train", tiny_config, "policy.attention=flash3", "--run-dir", tmp_path / "run"
-    )
-    assert "flash_attn_interface" in err and "auto, flash, math" in err
 
 
 def test_a_model_without_the_choice_says_so(sd3_directory):

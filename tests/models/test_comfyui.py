@@ -20,23 +20,8 @@ from diffusers.loaders import single_file_utils as converters
 from g2rpo.core.errors import UserError
 from g2rpo.lab.export import names_for, tensors_for, whole_names
 from g2rpo.lab.tuned_weights import TunedWeights
-from g2rpo.models.adapters import Adapter
+from tests.support.adapters import random_pairs
 from tests.support.tolerances import rounding
-
-RANK = 2
-
-
-def random_adapter(shapes):
-    """A LoRA on modules of these weights' shapes."""
-    generator = torch.Generator().manual_seed(1)
-    layers = {
-        module: (
-            torch.randn(RANK, shape[1], generator=generator),
-            torch.randn(shape[0], RANK, generator=generator),
-        )
-        for module, shape in shapes.items()
-    }
-    return Adapter(layers)
 
 
 def exported(adapter, kind):
@@ -98,7 +83,7 @@ def test_keys_of_original_weights_add_up_to_our_merging(kind):
     original = {
         whole_names(names_for(kind.__name__))(name): value for name, value in before.items()
     }
-    adapter = random_adapter(linear(before))
+    adapter = random_pairs(linear(before))
     for key, (down, up) in exported(adapter, kind).items():
         name = key.removeprefix("diffusion_model.") + ".weight"
         original[name] = original[name] + up @ down
@@ -121,7 +106,7 @@ def lumina():
 def test_projections_that_are_one_matrix_become_one_lora():
     """Lumina2, with diffusers' own reader of the original layout: its q, k and v share the downs,
     and each has its own ups."""
-    adapter = random_adapter(lumina())
+    adapter = random_pairs(lumina())
     keys = exported(adapter, Lumina2Transformer2DModel)
     written = {
         f"{key}.lora_{side}.weight": pair[side == "B"]
@@ -139,7 +124,7 @@ def test_projections_that_are_one_matrix_become_one_lora():
 def test_one_projection_of_a_shared_matrix_alone_is_refused():
     shapes = {name: shape for name, shape in lumina().items() if not name.endswith("to_k")}
     with pytest.raises(UserError, match="one matrix there; train to_q, to_k and to_v"):
-        tensors_for(random_adapter(shapes), names_for("Lumina2Transformer2DModel"), "comfyui")
+        tensors_for(random_pairs(shapes), names_for("Lumina2Transformer2DModel"), "comfyui")
 
 
 @pytest.mark.parametrize("kind", TINY, ids=lambda kind: kind.__name__)
@@ -155,7 +140,7 @@ def test_a_module_that_comfyui_would_leave_out_is_refused(kind):
         UserError, match=r"no key for distilled_guidance_layer\.in_proj.*policy\.lora_targets"
     ):
         tensors_for(
-            random_adapter({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind), "comfyui"
+            random_pairs({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind), "comfyui"
         )
 
 
@@ -173,9 +158,9 @@ def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(
     kind, inside, outside, format
 ):
     names = names_for(kind.__name__)
-    assert tensors_for(random_adapter({inside: (4, 3)}), names, format)
+    assert tensors_for(random_pairs({inside: (4, 3)}), names, format)
     with pytest.raises(UserError, match=f"its loader has no key for {outside}"):
-        tensors_for(random_adapter({inside: (4, 3), outside: (4, 3)}), names, format)
+        tensors_for(random_pairs({inside: (4, 3), outside: (4, 3)}), names, format)
 
 
 def test_models_without_names_are_refused():

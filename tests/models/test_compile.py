@@ -8,11 +8,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from g2rpo.core.noise import generator_for
 from g2rpo.models.compiling import Compiled
 from tests.support import policies
-
-PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
 
 
 @pytest.fixture
@@ -27,24 +24,15 @@ def graphs():
 @pytest.mark.slow
 def test_blocks_of_a_kind_share_a_graph_for_sampling_and_one_for_training(flux_directory, graphs):
     """Whatever the rows; a call of one row has its own."""
-    size = {
-        "height": 32,
-        "width": 32,
-        "max_sequence_length": 12,
-        "lora_rank": 2,
-        "gradient_checkpointing": True,
-    }
-    policy = policies.load(flux_directory, tuning="lora", dtype=torch.float32, **size)
+    options = {"lora_rank": 2, "gradient_checkpointing": True}
+    policy = policies.moved(policies.load(flux_directory, **options), 0.05)
     # one kind of block is enough, and half the time
     policy.pipeline.transformer.transformer_blocks = torch.nn.ModuleList()
     # gradient checkpointing works in this mode only; there is no dropout
     policy.pipeline.transformer.train()
-    for number, parameter in enumerate(policy.trainable_parameters()):
-        parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator_for(number))
 
     def sampled(rows):
-        x = policy.noise([generator_for(row) for row in range(rows)])
-        return policy.velocity(x, torch.linspace(0.2, 0.9, rows), policy.encode(PROMPTS[:rows]))
+        return policy.velocity(*policies.question(policy, *(0.2, 0.5, 0.9)[:rows]))
 
     def trained(rows):
         gradients = torch.autograd.grad(

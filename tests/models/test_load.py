@@ -17,6 +17,8 @@ from g2rpo.models.options import PolicyConfig
 from g2rpo.rewards.catalogue import RewardConfig, build_rewards, check_rewards
 from g2rpo.train import checks
 from g2rpo.train.found import find
+from tests.support.tiny_pipelines import save_tiny
+from tests.support.variants import few
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
@@ -60,6 +62,36 @@ def test_shared_options_are_checked_before_anything_is_loaded(name, option, valu
         build_rewards(table)
     if option == "device":
         check_rewards(table)  # a plan for another machine
+
+
+FLUX = "plan flux1-dev-evening --memory 16 policy.offload=true"
+REFUSED = """
+train words policy.autocast=false policy.tuning=full | weights that are trained are float32
+train words policy.quantize=int8 policy.tuning=full | weights that are not trained
+train words policy.quantize=int4 | policy.quantize
+train words policy.attention=flash3 | flash_attn_interface.*auto, flash, math
+train words policy.offload=true | policy.offload: is for a CUDA GPU .*, and here is cpu; take it out
+FLUX --device cpu | here is cpu
+FLUX policy.quantize=none policy.autocast=true policy.tuning=full | set policy.tuning=lora, or take it out
+FLUX policy.gradient_checkpointing=false | set policy.gradient_checkpointing=true
+FLUX policy.compile=true | policy.compile is not for weights that come and go; take one of them out
+FLUX --ranks 2 trainer.sharding=full policy.tuning=full policy.quantize=none | policy.offload is not for weights
+plan chroma policy.offload=true | a ChromaPipeline has no such option; take it out
+plan flux1-dev-evening --memory 0.5 policy.offload=true | two blocks take 648.7 MiB, and the device has 476.8 MiB
+plan flux1-dev-evening --memory 12 --cards | leave --device and --memory out
+"""
+
+
+@pytest.mark.parametrize(
+    "case", few(REFUSED.strip().splitlines(), lambda case: "--memory 0.5" not in case)
+)
+def test_options_that_do_not_fit_are_refused_in_one_message(refuses, tmp_path, case):
+    command, said = case.replace("FLUX", FLUX).split(" | ")
+    if command.startswith("plan chroma"):
+        folder = save_tiny("ChromaPipeline", tmp_path / "chroma")
+        own = f"policy.path={folder} policy.pipeline=ChromaPipeline"
+        command = command.replace("chroma", f"sd35-medium-evening {own}")
+    assert re.search(said, refuses(command))
 
 
 @pytest.mark.parametrize(

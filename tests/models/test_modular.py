@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.noise import generator_for
 from g2rpo.models.catalogue import FLOW_MAPS
 from g2rpo.models.load import load_pipeline
 from g2rpo.models.options import PolicyConfig
-from tests.support.policies import guided_by, make
-from tests.support.tiny_pipelines import CLASSES, flux3, save_tiny, tiny_pipeline
+from tests.support.policies import guided_by, moved, policy_of, question, velocity
+from tests.support.tiny_pipelines import flux3, save_tiny, tiny_pipeline
 from tests.support.tolerances import network
 
 KIND = "Flux3ModularPipeline"
@@ -19,19 +18,18 @@ SIZE = {"height": 32, "width": 48, "max_sequence_length": 160}
 PROMPTS = ["a red circle", "a red circle " * 40]
 
 
-def policy_of(**options):
-    return make(CLASSES[KIND], tiny_pipeline(KIND), **{**SIZE, "tuning": "frozen", **options})
+def load(tuning="frozen", **options):
+    return policy_of(tiny_pipeline(KIND), tuning, **SIZE, **options)
 
 
 def inputs(policy):
-    x = policy.noise([generator_for(i) for i in range(2)])
-    return x, torch.tensor([0.8, 0.8]), policy.encode(PROMPTS)
+    return question(policy, 0.8, 0.8, prompts=PROMPTS)
 
 
 @torch.no_grad()
 def test_prompts_in_windows_of_different_lengths_do_not_share_a_call():
     """The network attends to the padding of a window, so a longer one would change a picture."""
-    policy = policy_of()
+    policy = load()
     x, sigma, cond = inputs(policy)
     assert [len(row) for row in cond.ragged["prompt_embeds"]] == [80, 160]
     together = policy.velocity(x, sigma, cond)
@@ -43,10 +41,10 @@ def test_prompts_in_windows_of_different_lengths_do_not_share_a_call():
 @torch.no_grad()
 def test_guidance_extrapolates_from_the_empty_prompt():
     """u + g (c - u) of two calls of the network; wrong with the roles exchanged, or g less one."""
-    policy = policy_of(guidance_scale=3.5)
+    policy = load(guidance_scale=3.5)
     x, sigma, cond = inputs(policy)
     guided = policy.velocity(x, sigma, cond)
-    plain = policy_of(guidance_scale=1.0)
+    plain = load(guidance_scale=1.0)
     c, u = (plain.velocity(x, sigma, plain.encode(texts)) for texts in (PROMPTS, ["", ""]))
     size = network(guided_by(policy) * guided.abs().max())
     torch.testing.assert_close(guided, u + 3.5 * (c - u), **size)
@@ -58,12 +56,9 @@ def test_a_folder_is_loaded_and_the_block_that_rewrites_prompts_is_left_out(tmp_
     loaded = load_pipeline(options, tuning="frozen")
     words = loaded.pipeline.tokenizer
     words.tokenizer = words  # which a processor has, and transformers' needs torchvision
-    policy, own = loaded.policy(), policy_of()
-    x, sigma, cond = inputs(own)
-    with torch.no_grad():
-        expected = own.velocity(x, sigma, cond)
-        size = network(guided_by(own) * expected.abs().max())  # weights lie elsewhere in memory
-        torch.testing.assert_close(policy.velocity(x, sigma, cond), expected, **size)
+    expected = velocity(own := load())
+    size = network(guided_by(own) * expected.abs().max())  # weights lie elsewhere in memory
+    torch.testing.assert_close(velocity(loaded.policy()), expected, **size)
     assert "prompt_upsampler" not in loaded.pipeline.components
 
 
@@ -76,10 +71,7 @@ def test_the_distilled_model_is_refused_by_its_reason_and_draws_with_an_adapter_
     with pytest.raises(UserError, match=r"a flow map: .*the time to which a step goes.*base model"):
         load_pipeline(PolicyConfig(path=str(tmp_path), **SIZE))
 
-    policy = policy_of(tuning="lora", lora_rank=2)
-    for value in policy.trainable_parameters():
-        torch.nn.init.normal_(value, std=0.5)
-    policy.save(tmp_path / "adapter")
+    moved(load("lora", lora_rank=2), 0.5).save(tmp_path / "adapter")
     torch.manual_seed(0)
     distilled = flux3(distilled=True)
 

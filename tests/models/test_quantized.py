@@ -18,12 +18,10 @@ from g2rpo.models.quantized import (
 )
 from g2rpo.train.evaluation.sampler import Sampler
 from tests.support import policies
-from tests.support.commands import done, refused
+from tests.support.commands import done
 from tests.support.runs import log
 from tests.support.variants import few
 
-PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
-SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -104,20 +102,12 @@ def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
 # --- of a policy ----------------------------------------------------------------------------------
 
 
-def load(directory, **options):
-    own = {**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options}
-    policy = policies.load(directory, **own)
-    for number, parameter in enumerate(policy.trainable_parameters()):
-        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
-    return policy
+SIGMAS = 0.9, 0.5, 0.1
 
 
-def question(policy):
-    return (
-        policy.noise([generator_for(i) for i in range(3)]),
-        torch.tensor([0.9, 0.5, 0.1]),
-        policy.encode(PROMPTS),
-    )
+def load(directory, tuning="lora", **options):
+    own = {"dtype": torch.bfloat16, "lora_rank": 2, **options}
+    return policies.moved(policies.load(directory, tuning, **own))
 
 
 def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kind):
@@ -143,14 +133,12 @@ def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kin
 @pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "int8".__eq__), indirect=True)
 def test_one_base_serves_rollout_training_and_the_untrained_model(request, model, kind):
     policy = load(request.getfixturevalue(model), quantize=kind, gradient_checkpointing=True)
-    x, sigma, cond = question(policy)
-    with torch.no_grad():
-        rollout = policy.velocity(x, sigma, cond)
-        with policy.base():
-            base = policy.velocity(x, sigma, cond)
+    rollout = policies.velocity(policy, *SIGMAS)
+    with policy.base():
+        base = policies.velocity(policy, *SIGMAS)
     # gradient checkpointing works in this mode only; there is no dropout
     policy.pipeline.transformer.train()
-    trained = policy.velocity(x, sigma, cond)
+    trained = policy.velocity(*policies.question(policy, *SIGMAS))
     assert torch.equal(rollout, trained) and not torch.equal(rollout, base)
     trained.float().square().sum().backward()
     assert all(
@@ -159,7 +147,7 @@ def test_one_base_serves_rollout_training_and_the_untrained_model(request, model
 
 
 def pictures(policy):
-    return Sampler(policy=policy, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS)
+    return Sampler(policy=policy, shift=3.0, num_steps=4, seed=5).pictures(policies.PROMPTS)
 
 
 @pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "int8".__eq__), indirect=True)
@@ -170,8 +158,7 @@ def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, k
     policy.save(tmp_path)
     again = load(flux_directory, quantize=kind, tuning="frozen")
     again.load(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(policy.velocity(*question(policy)), again.velocity(*question(again)))
+    assert torch.equal(*(policies.velocity(each, *SIGMAS) for each in (policy, again)))
     whole = load(flux_directory, tuning="frozen")
     untuned = pictures(whole)
     FluxPipeline.from_pretrained(flux_directory).load_lora_weights(
@@ -197,17 +184,6 @@ def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config
     done(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
     trained = [row for row in log(tmp_path / "run") if row["kind"] == "train"]
     assert len(trained) == 2 and all(row["ratio_deviation"] == 0 for row in trained)
-
-
-WRONG = [
-    ("policy.tuning=full", "weights that are not trained"),
-    ("policy.quantize=int4", "policy.quantize"),
-]
-
-
-@pytest.mark.parametrize(("override", "words"), WRONG)
-def test_what_cannot_be_had_is_refused(capsys, tiny_config, override, words):
-    assert words in refused(capsys, "train", tiny_config, "policy.quantize=int8", override)
 
 
 def test_nf4_without_bitsandbytes_says_what_to_install(monkeypatch):

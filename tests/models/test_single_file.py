@@ -9,7 +9,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.models import load
 from g2rpo.models.options import PolicyConfig
 from tests.support.commands import done, refused
-from tests.support.policies import moved
+from tests.support.policies import moved, velocity
 from tests.support.tolerances import network
 from tests.support.variants import few
 
@@ -28,12 +28,6 @@ def trained(folder, tuning, to):
     policy = moved(built(folder, tuning))
     policy.save(to)
     return policy
-
-
-@torch.no_grad()
-def velocity(policy):
-    x = policy.noise([torch.Generator().manual_seed(0)])
-    return policy.velocity(x, torch.tensor([0.5]), policy.encode(["a red circle"]))
 
 
 @pytest.mark.parametrize(

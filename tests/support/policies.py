@@ -1,13 +1,17 @@
-"""Policies of pipelines in memory or in folders, with options by name."""
+"""Policies of pipelines in memory or in folders, with options by name, and what they are asked."""
 
 import diffusers
 import torch
 
+from g2rpo.core.noise import generator_for
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import read_pipeline
+from g2rpo.models.spec import parameters_of
+
+PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
 
 
 def make(kind, pipeline, *, tuning="lora", device="cpu", keep_base=True, sharding=None, **options):
@@ -18,11 +22,27 @@ def make(kind, pipeline, *, tuning="lora", device="cpu", keep_base=True, shardin
     )
 
 
-def load(folder, *, dtype=torch.float32, tuning="lora", **options):
-    """The policy of the pipeline in a folder."""
+def small(pipeline):
+    """Options of small pictures, or clips of few frames."""
+    kind, size = type(pipeline), {"height": 32, "width": 32}
+    if "max_sequence_length" in parameters_of(kind):
+        size["max_sequence_length"] = 24
+    if (spec := SPECS[kind.__name__]).video:
+        size["num_frames"] = 1 + int(getattr(pipeline, spec.frames))
+    return size
+
+
+def policy_of(pipeline, tuning="frozen", **options):
+    """The catalogue's policy of a pipeline, which draws small pictures."""
+    kind = DiffusersPolicy.of(SPECS[type(pipeline).__name__])
+    return make(kind, pipeline, tuning=tuning, **{**small(pipeline), **options})
+
+
+def load(folder, tuning="lora", *, dtype=torch.float32, **options):
+    """That of the pipeline in a folder."""
     name = diffusers.DiffusionPipeline.load_config(str(folder))["_class_name"]
     pipeline = read_pipeline(pipeline_class(name), folder, dtype, tuning)
-    return make(DiffusersPolicy.of(SPECS[name]), pipeline, dtype=dtype, tuning=tuning, **options)
+    return policy_of(pipeline, tuning, dtype=dtype, **options)
 
 
 def guided_by(policy):
@@ -33,6 +53,17 @@ def guided_by(policy):
 def moved(policy, size=0.1):
     """The policy, with random numbers added to its trained weights."""
     for number, weight in enumerate(policy.trainable_parameters()):
-        draw = torch.Generator().manual_seed(number)
-        weight.data += size * torch.randn(weight.shape, generator=draw)
+        weight.data += size * torch.randn(weight.shape, generator=generator_for(number))
     return policy
+
+
+def question(policy, *sigmas, prompts=PROMPTS):
+    """Noise, sigmas and conditioning, of a row for each sigma."""
+    x = policy.noise([generator_for(row) for row in range(len(sigmas))])
+    return x, torch.tensor(sigmas), policy.encode(prompts[: len(sigmas)])
+
+
+@torch.no_grad()
+def velocity(policy, *sigmas):
+    """The answer to it, of one row if no sigma is named."""
+    return policy.velocity(*question(policy, *(sigmas or (0.6,))))
