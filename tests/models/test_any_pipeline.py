@@ -23,20 +23,16 @@ from g2rpo.core.noise import generator_for
 from g2rpo.lab.check_model import CHECKED_STEPS, REMEDIES, checks, drawn_by, prompts_for, reported
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import SPECS
-from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast, check_options, choose_attention, read_pipeline
-from g2rpo.models.spec import PICTURE_SIZES, parameters_of
+from g2rpo.models.spec import PICTURE_SIZES
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.evaluation.sampler import Sampler
-from tests.support.policies import guided_by, make
+from tests.support.policies import PROMPTS, guided_by, make, policy_of, question, small
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.tolerances import network, rounding
 from tests.support.variants import few
 
-PROMPTS = ["a red circle", "two blue square left of a circle"]
-SIZE = {"height": 32, "width": 48, "max_sequence_length": 24}
-FRAMES = 3
 STEPS = 5
 DIFFERENT = (
     "FluxPipeline",
@@ -109,20 +105,14 @@ def prompts(kind, pictures_to_edit):
     most = SPECS[kind].most_pictures if SPECS[kind].pictured else 0
     tall, wide = (str(pictures_to_edit / f"{name}.png") for name in ("tall", "wide"))
     images = [tall][:most], [wide, tall][:most]
-    return [Prompt(text, list(paths)) for text, paths in zip(PROMPTS, images, strict=True)]
+    return [Prompt(text, list(paths)) for text, paths in zip(PROMPTS[:2], images, strict=True)]
 
 
 def size_of(kind):
     """LTX-Video, Sana and Qwen-Image-2.1 want multiples of 32, whatever their tiny VAEs could
     do."""
-    size = dict(SIZE)
-    if kind in ("LTXPipeline", "SanaPipeline", "QwenImage21Pipeline"):
-        size["width"] = 64
-    if "max_sequence_length" not in parameters_of(pipeline_class(kind)):
-        del size["max_sequence_length"]
-    if SPECS[kind].video:
-        size["num_frames"] = 5 if kind == "HunyuanVideoPipeline" else FRAMES
-    return size
+    of_32 = ("LTXPipeline", "SanaPipeline", "QwenImage21Pipeline")
+    return {**small(original(kind)), "width": 64 if kind in of_32 else 48}
 
 
 def load(kind, guided="on", **options):
@@ -175,11 +165,6 @@ def test_pictures_equal_the_pipelines_own_at_the_same_seed(kind, guided, prompts
     assert difference(*expected) > 0.05  # the prompts, and the noise, are seen
 
 
-def inputs(policy, prompts):
-    x = policy.noise([generator_for(i) for i in range(2)])
-    return x, torch.tensor([0.8, 0.3]), policy.encode(prompts)
-
-
 @pytest.mark.parametrize("truncate", [False, True])
 @torch.no_grad()
 def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(truncate):
@@ -187,7 +172,7 @@ def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(trun
     (to 832)."""
     kind = "FluxPipeline"
     policy = load(kind, dtype=torch.bfloat16, truncate_timesteps=truncate)
-    x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
+    x, sigma, cond = question(policy, 0.8348)
     times = torch.tensor([834.0]) if truncate else torch.tensor([834.8]).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         expected = policy.pipeline.transformer(
@@ -200,7 +185,7 @@ def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(trun
             img_ids=policy._beside[0],
             return_dict=False,
         )[0]
-    assert torch.equal(policy.velocity(x, torch.tensor([0.8348]), cond), expected.float())
+    assert torch.equal(policy.velocity(x, sigma, cond), expected.float())
 
 
 @pytest.mark.parametrize("kind", A_FEW)
@@ -208,14 +193,13 @@ def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(trun
 def test_velocities_without_guidance_are_those_of_a_policy_without_it(kind, prompts):
     """As an own algorithm may take them. A scale that is an input of the network stays."""
     policy = load(kind)
-    prompts = prompts[: 1 if policy.spec.one_row else 2]
-    x = policy.noise([generator_for(i) for i in range(len(prompts))])
-    sigma, cond = torch.full((len(x),), 0.7), policy.encode(prompts)
+    sigmas = (0.7,) if policy.spec.one_row else (0.7, 0.7)
+    x, sigma, cond = question(policy, *sigmas, prompts=prompts)
     guided = policy.velocity(x, sigma, cond)
     with policy.unguided():
         without = policy.velocity(x, sigma, cond)
     plain = load(kind, "off" if policy.guided else "on")
-    expected = plain.velocity(x, sigma, plain.encode(prompts))
+    expected = plain.velocity(*question(plain, *sigmas, prompts=prompts))
     torch.testing.assert_close(without, expected, **moving(plain, expected))
     assert torch.equal(without, guided) is not policy.guided
     assert torch.equal(policy.velocity(x, sigma, cond), guided)
@@ -227,7 +211,7 @@ def test_rows_are_independent_and_counted(kind, guided, prompts):
     policy = load(kind, guided)
     seen = []
     policy.tuning.active.register_forward_hook(lambda module, args, out: seen.append(len(out[0])))
-    x, sigma, cond = inputs(policy, prompts)
+    x, sigma, cond = question(policy, 0.8, 0.3, prompts=prompts)
     together = policy.velocity(x, sigma, cond)
     assert sum(seen) == 2 * policy.shapes(12).rows
     alone = torch.cat(
@@ -240,7 +224,7 @@ def test_rows_are_independent_and_counted(kind, guided, prompts):
 @torch.no_grad()
 def test_shapes_are_those_of_what_there_is(kind, prompts):
     policy = load(kind)
-    x, _, cond = inputs(policy, prompts)
+    x, _, cond = question(policy, 0.8, 0.3, prompts=prompts)
     shapes = policy.shapes(12)
     assert tuple(x.shape[1:]) == shapes.latent
     assert {*cond.tensors, *cond.ragged} == {*shapes.cond}
@@ -294,7 +278,7 @@ def test_every_class_passes_check_model(kind, dtype, tuning, tmp_path):
     assert all(check.passed for check in found.values()), found
     if dtype == "float32":
         errors = {name: found[name].error for name in ("pictures", "velocity", "noise")}
-        policy = make(CLASSES[kind], pipeline_of(kind), **size_of(kind))
+        policy = load(kind)
         assert errors["pictures"] <= drawing(policy)["atol"] and errors["noise"] == 0
         assert errors["velocity"] <= network(guided_by(policy))["atol"]  # of the largest
 
@@ -375,7 +359,7 @@ def test_check_model_names_one_time_where_a_call_takes_a_single_time(tmp_path):
     assert len(found) == len(REMEDIES) - 1 and "one_time=lambda pipeline: True" in found[2].found
     wrong = make(policy, timed_by_token(), **size_of("WanPipeline"))
     with pytest.raises(UserError, match="WanPipeline: .*one_time=lambda pipeline: True"):
-        wrong.velocity(*inputs(wrong, PROMPTS))
+        wrong.velocity(*question(wrong, 0.8, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +404,7 @@ def test_calls_in_several_threads_do_not_meet(kind, prompts):
     """Decoding and scoring run beside the rollout; pipelines keep the state of a call on
     themselves."""
     policy = load(kind)
-    x, sigma, cond = inputs(policy, prompts)
+    x, sigma, cond = question(policy, 0.8, 0.3, prompts=prompts)
     calls = [
         lambda: policy.velocity(x, sigma, cond),
         lambda: policy.velocity(x[:1], sigma[1:], cond.rows([1])),
@@ -453,8 +437,8 @@ def test_the_grid_of_another_solver_of_flows_is_walked_from_exactly_one(kind):
 @torch.no_grad()
 def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
     pipeline = timed_by_token()
-    policy = make(CLASSES["WanPipeline"], pipeline, **size_of("WanPipeline"), tuning="frozen")
-    x, sigma, cond = inputs(policy, PROMPTS)
+    policy = policy_of(pipeline)
+    x, sigma, cond = question(policy, 0.8, 0.3)
     tokens = x[0, 0, :, ::2, ::2].numel()
 
     def network(name):
@@ -468,9 +452,9 @@ def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
 
 
 def test_distilled_klein_ignores_the_scale_as_its_pipeline_does():
-    pipeline = pipeline_of(kind := "Flux2KleinPipeline")
+    pipeline = pipeline_of("Flux2KleinPipeline")
     pipeline.register_to_config(is_distilled=True)
-    policy = make(CLASSES[kind], pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
+    policy = policy_of(pipeline, guidance_scale=4.0)
     assert not policy.guided and policy.shapes(12).rows == 1
     assert set(policy.encode(PROMPTS).tensors) == {"prompt_embeds", "text_ids"}
 
@@ -479,7 +463,7 @@ def test_what_a_model_card_calls_is_what_was_sampled():
     """Qwen-Image is guided by true_cfg_scale, and only if there is a negative prompt."""
     assert load("QwenImagePipeline").deployed == {"true_cfg_scale": 4.0, "negative_prompt": ""}
     assert load("QwenImagePipeline", "off").deployed == {"true_cfg_scale": 1.0}
-    clips = {"guidance_scale": 5.0, "num_frames": FRAMES, "negative_prompt": ""}
+    clips = {"guidance_scale": 5.0, "num_frames": 3, "negative_prompt": ""}
     assert load("WanPipeline").deployed == clips
 
 
@@ -487,9 +471,8 @@ def test_what_a_model_card_calls_is_what_was_sampled():
 @torch.no_grad()
 def test_flash_attention_is_refused_exactly_where_a_mask_is_passed(kind, prompts):
     """Before anything is loaded; what it would do is asked of a policy without the check."""
-    policy = (
-        load(kind, max_sequence_length=64) if "max_sequence_length" in size_of(kind) else load(kind)
-    )
+    longer = {"max_sequence_length": 64} if "max_sequence_length" in size_of(kind) else {}
+    policy = load(kind, **longer)
     try:
         choose_attention(policy.pipeline.transformer, "flash")
     except UserError as error:
@@ -497,7 +480,7 @@ def test_flash_attention_is_refused_exactly_where_a_mask_is_passed(kind, prompts
         return
     # Z-Image pads to multiples of 32 tokens
     long = Prompt("two blue square left of a circle " * 6, prompts[0].images)
-    x, sigma, cond = inputs(policy, [prompts[0], long])
+    x, sigma, cond = question(policy, 0.8, 0.3, prompts=[prompts[0], long])
     masked = SPECS[kind].is_masked
     with pytest.raises(ValueError, match="attn_mask") if masked else nullcontext():
         policy.velocity(x, sigma, cond)
@@ -510,6 +493,6 @@ def test_an_option_that_a_model_cannot_follow_is_refused_from_python_too():
         load("ChromaPipeline", gradient_checkpointing=True)
     # which its call does not have
     own = replace(SPECS["SanaPipeline"], scale="real_guidance_scale")
-    check_options(own, PolicyConfig(path="", **SIZE))
+    check_options(own, PolicyConfig(path="", height=32, width=32))
     with pytest.raises(UserError, match="guidance_scale: the call of a SanaPipeline has no such"):
-        check_options(own, PolicyConfig(path="", **SIZE, guidance_scale=1.0))
+        check_options(own, PolicyConfig(path="", height=32, width=32, guidance_scale=1.0))

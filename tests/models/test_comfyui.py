@@ -8,7 +8,6 @@ import torch
 from diffusers import (
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
-    Lumina2Transformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
@@ -20,17 +19,9 @@ from diffusers.loaders import single_file_utils as converters
 from g2rpo.core.errors import UserError
 from g2rpo.lab.export import names_for, tensors_for, whole_names
 from g2rpo.lab.tuned_weights import TunedWeights
+from g2rpo.models.adapters import DOWN, UP
 from tests.support.adapters import random_pairs
 from tests.support.tolerances import rounding
-
-
-def exported(adapter, kind):
-    """What ComfyUI would read, by key: (down, up)."""
-    tensors = tensors_for(adapter, names_for(kind.__name__), "comfyui")
-    keys = {name.rpartition(".lora_")[0] for name in tensors}
-    assert tensors.keys() == {f"{key}.lora_{side}.weight" for key in keys for side in "AB"}
-    return {key: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]) for key in keys}
-
 
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
 TINY = {
@@ -84,9 +75,11 @@ def test_keys_of_original_weights_add_up_to_our_merging(kind):
         whole_names(names_for(kind.__name__))(name): value for name, value in before.items()
     }
     adapter = random_pairs(linear(before))
-    for key, (down, up) in exported(adapter, kind).items():
-        name = key.removeprefix("diffusion_model.") + ".weight"
-        original[name] = original[name] + up @ down
+    tensors = tensors_for(adapter, names_for(kind.__name__), "comfyui")
+    for name, up in tensors.items():
+        if name.endswith(UP):
+            weight = name.removeprefix("diffusion_model.").replace(UP, ".weight")
+            original[weight] = original[weight] + up @ tensors[name.replace(UP, DOWN)]
     theirs, tuned = BACK[kind](original), TunedWeights(kind.__name__, adapter)
     assert theirs.keys() == before.keys()
     for name, value in before.items():
@@ -107,13 +100,9 @@ def test_projections_that_are_one_matrix_become_one_lora():
     """Lumina2, with diffusers' own reader of the original layout: its q, k and v share the downs,
     and each has its own ups."""
     adapter = random_pairs(lumina())
-    keys = exported(adapter, Lumina2Transformer2DModel)
-    written = {
-        f"{key}.lora_{side}.weight": pair[side == "B"]
-        for key, pair in keys.items()
-        for side in "AB"
-    }
-    assert {name.rpartition(".")[2] for name in keys} == {"qkv", "out", "w1", "w2", "w3", "1"}
+    written = tensors_for(adapter, names_for("Lumina2Transformer2DModel"), "comfyui")
+    keys = {name.rpartition(".lora_")[0] for name in written}
+    assert {key.rpartition(".")[2] for key in keys} == {"qkv", "out", "w1", "w2", "w3", "1"}
     theirs = lora_converters._convert_non_diffusers_lumina2_lora_to_diffusers(written)
     for module in adapter.layers:
         down, up = (theirs[f"transformer.{module}.lora_{side}.weight"] for side in "AB")

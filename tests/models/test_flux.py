@@ -13,13 +13,6 @@ from g2rpo.core.noise import generator_for
 from g2rpo.models.pipelines import deployed_shift
 from tests.support import policies
 
-SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
-
-
-def load(directory, **options):
-    return policies.load(directory, **{**SIZE, "tuning": "frozen", **options})
-
-
 SCHEDULERS = {  # the published scheduler_config.json of both models
     "dev": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     "schnell": FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
@@ -39,7 +32,7 @@ def test_adapters_start_gaussian_where_that_is_asked_for(flux_directory):
     and narrower here."""
     spreads = []
     for init in ("gaussian", "kaiming"):
-        policy = load(flux_directory, tuning="lora", lora_rank=4, lora_init=init)
+        policy = policies.load(flux_directory, lora_rank=4, lora_init=init)
         adapters = dict(policy.pipeline.transformer.named_parameters())
         first = torch.cat([p.flatten() for name, p in adapters.items() if "lora_A" in name])
         assert not any(p.any() for name, p in adapters.items() if "lora_B" in name)
@@ -52,35 +45,31 @@ def test_adapters_start_gaussian_where_that_is_asked_for(flux_directory):
 def test_weights_that_are_trained_start_as_the_checkpoint_has_them(flux_directory):
     """The file is float32, and so are masters, whatever the calls compute in; weights under an
     adapter are the calls'."""
-    stored = FluxTransformer2DModel.from_pretrained(
-        flux_directory, subfolder="transformer"
-    ).state_dict()
-    masters = load(
-        flux_directory, tuning="full", dtype=torch.bfloat16
-    ).pipeline.transformer.state_dict()
-    assert all(torch.equal(masters[name], weight) for name, weight in stored.items())
-    under = load(
-        flux_directory, tuning="lora", dtype=torch.bfloat16
-    ).pipeline.transformer.named_parameters()
-    assert {weight.dtype for name, weight in under if "lora_" not in name} == {torch.bfloat16}
+    stored = FluxTransformer2DModel.from_pretrained(flux_directory, subfolder="transformer")
+    full, lora = (
+        policies.load(flux_directory, tuning, dtype=torch.bfloat16).pipeline.transformer
+        for tuning in ("full", "lora")
+    )
+    masters = full.state_dict()
+    assert all(torch.equal(masters[name], each) for name, each in stored.state_dict().items())
+    under = (weight for name, weight in lora.named_parameters() if "lora_" not in name)
+    assert {weight.dtype for weight in under} == {torch.bfloat16}
 
 
 def test_published_pictures_are_those_of_diffusers_image_processor(flux_directory):
     """x / 2 + 1 / 2 in bfloat16, to the grey level; in float32 an eighth of the pixels and more
     have another level."""
-    policy = load(flux_directory, dtype=torch.bfloat16, published_pictures=True)
+    policy, exact = (
+        policies.load(flux_directory, "frozen", dtype=torch.bfloat16, published_pictures=each)
+        for each in (True, False)
+    )
     vae, latents = policy.pipeline.vae, 2 * policy.noise([generator_for(i) for i in range(4)])
     unpacked = policy.pipeline._unpack_latents(latents, 32, 32, policy.pipeline.vae_scale_factor)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        decoded = vae.decode(
-            unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False
-        )[0]
+        scaled = unpacked / vae.config.scaling_factor + vae.config.shift_factor
+        decoded = vae.decode(scaled).sample
     theirs = VaeImageProcessor(16).postprocess(decoded)
-    levels = torch.stack([torch.from_numpy(np.array(picture)) for picture in theirs]).permute(
-        0, 3, 1, 2
-    )
+    levels = torch.from_numpy(np.stack(theirs)).permute(0, 3, 1, 2)
     assert torch.equal(to_uint8(policy.decode(latents)), levels)
-    exact = (
-        to_uint8(load(flux_directory, dtype=torch.bfloat16).decode(latents)).int() - levels.int()
-    )
-    assert 0.125 < float((exact != 0).float().mean()) < 0.5 and int(exact.abs().max()) == 1
+    off = to_uint8(exact.decode(latents)).int() - levels.int()
+    assert 0.125 < float((off != 0).float().mean()) < 0.5 and int(off.abs().max()) == 1

@@ -28,12 +28,11 @@ from g2rpo.train.checks import check_policy
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.run.folder import Run
 from tests.support.commands import g2rpo, refused
-from tests.support.policies import make
+from tests.support.policies import PROMPTS, policy_of, question, velocity
 from tests.support.tiny import flux_pipeline
-from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+from tests.support.tiny_pipelines import tiny_pipeline
 from tests.support.tolerances import network
 
-PROMPTS = ["a red circle", "two blue square left of a circle"]
 ABOVE = 0.5
 DRAWN = network(1.0, passes=2)
 """Of pictures: the steps, whose lengths add up to 1, and the VAE."""
@@ -57,22 +56,15 @@ def original():
 
 
 def load(original, **options):
-    own = {"height": 32, "width": 32, "lora_rank": 4, **options}
-    policy = make(CLASSES["FluxPipeline"], copy.deepcopy(original), **own)
+    policy = policy_of(copy.deepcopy(original), **{"tuning": "lora", "lora_rank": 4, **options})
     perturb(policy)
     return policy
-
-
-def inputs(policy, rows):
-    noise = policy.noise([generator_for(i) for i in range(rows)])
-    return noise, policy.encode([*PROMPTS, PROMPTS[0]][:rows])
 
 
 @torch.no_grad()
 def test_velocities_are_the_adapters_above_and_the_bases_below(original):
     everywhere, early = load(original), load(original, lora_above=ABOVE)
-    x, cond = inputs(early, 3)
-    sigma = torch.tensor([0.9, ABOVE, 0.2])
+    x, sigma, cond = question(early, 0.9, ABOVE, 0.2)
     tuned = everywhere.velocity(x, sigma, cond)
     with everywhere.base():
         base = everywhere.velocity(x, sigma, cond)
@@ -91,10 +83,9 @@ def test_what_a_policy_saves_says_where_it_acts(original, tmp_path):
     assert read_adapter(policy.save(tmp_path)).above == 0.123456789
     again = load(original, tuning="frozen")
     again.load(tmp_path)
-    (x, cond), sigma = inputs(again, 1), torch.tensor([0.1])
-    with torch.no_grad(), policy.base():
-        base = policy.velocity(x, sigma, cond)
-    torch.testing.assert_close(again.velocity(x, sigma, cond), base, **network(base.abs().max()))
+    with policy.base():
+        base = velocity(policy, 0.1)
+    torch.testing.assert_close(velocity(again, 0.1), base, **network(base.abs().max()))
     everywhere = str(load(original).save(tmp_path / "everywhere"))
     with pytest.raises(UserError, match=r"policy.adapter acts at all steps, and the saved adapter"):
         load(original, lora_above=ABOVE, adapter=everywhere)
@@ -102,21 +93,19 @@ def test_what_a_policy_saves_says_where_it_acts(original, tmp_path):
 
 def test_a_gradient_flows_above_and_a_loss_below_is_refused(original):
     policy = load(original, lora_above=ABOVE)
-    x, cond = inputs(policy, 1)
     with policy.in_loss():
-        policy.velocity(x, torch.tensor([0.9]), cond).square().mean().backward()
+        policy.velocity(*question(policy, 0.9)).square().mean().backward()
         assert all(p.grad is not None for p in policy.trainable_parameters())
         with pytest.raises(UserError, match="sigma 0.200, where the trained weights do not act"):
-            policy.velocity(x, torch.tensor([0.2]), cond)
+            policy.velocity(*question(policy, 0.2))
 
 
 def test_layers_are_set_only_where_other_adapters_act_than_before(original, monkeypatch):
     policy, visits = load(original, lora_above=ABOVE), []
-    x, cond = inputs(policy, 1)
     monkeypatch.setattr(LoraLayer, "set_adapter", lambda layer, *_, **__: visits.append(layer))
     with policy.base():
         entered = len(visits)
-        policy.velocity(x, torch.tensor([0.2]), cond)  # where the base acts anyway
+        velocity(policy, 0.2)  # where the base acts anyway
         assert len(visits) == entered > 0
 
 
@@ -133,13 +122,13 @@ def test_merged_velocities_are_those_of_adapters_whatever_acts(original):
     """To rounding, and without a call of an adapter; later changes count, and afterwards all is as
     it was, to the bit."""
     policy = load(original, lora_above=ABOVE)
-    calls, (x, cond), sigma = calls_of_adapters(policy), inputs(policy, 3), [0.9, ABOVE, 0.2]
+    calls, given = calls_of_adapters(policy), question(policy, 0.9, ABOVE, 0.2)
 
     def velocities(context):
         with context(), policy.base():
-            base = policy.velocity(x, torch.tensor(sigma), cond)
+            base = policy.velocity(*given)
         with context():
-            return [base, *(policy.velocity(x, torch.tensor(sigma), cond) for _ in range(2))]
+            return [base, *(policy.velocity(*given) for _ in range(2))]
 
     for _ in range(2):
         apart = velocities(nullcontext)
@@ -276,8 +265,7 @@ def test_what_it_is_not_for_is_refused(capsys):
 def test_an_adapter_that_was_not_trained_adds_exactly_nothing(dtype):
     """So neither its rank nor where it acts is anything that the base depends on."""
     pipeline, found = tiny_pipeline("FluxPipeline"), []
-    size = {"height": 32, "width": 48, "max_sequence_length": 24, "dtype": dtype}
     for own in ({"lora_rank": 2}, {"lora_rank": 5, "lora_above": 0.5}):
-        policy = make(CLASSES["FluxPipeline"], copy.deepcopy(pipeline), **size, **own)
+        policy = policy_of(copy.deepcopy(pipeline), "lora", dtype=dtype, **own)
         found.append(Sampler(policy=policy, shift="model", num_steps=3).pictures(["a red circle"]))
     assert torch.equal(*found)

@@ -10,11 +10,11 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.updater import Trained
 from tests.support import policies
+from tests.support.policies import PROMPTS, question
 from tests.support.tiny import save_sd3
 from tests.support.tolerances import near, network, rounding
 from tests.support.variants import few
 
-PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
 SIZE = {"height": 32, "width": 24, "max_sequence_length": 10}
 STEPS = 6
 DRAWN = network(8.0, passes=2)
@@ -44,10 +44,6 @@ def theirs(pipeline, negative_prompt=None):
     return pipeline(PROMPTS, **options).images
 
 
-def difference(a, b):
-    return float((a - b).abs().max())
-
-
 @pytest.mark.parametrize("t5", few([True, False], bool), ids=["t5", "no t5"])
 def test_pictures_with_a_negative_prompt_equal_the_pipelines_own(tmp_path, t5):
     """Same float32 network, noise and Euler steps; only the order of sums differs."""
@@ -57,13 +53,13 @@ def test_pictures_with_a_negative_prompt_equal_the_pipelines_own(tmp_path, t5):
     expected = theirs(pipeline, negative)
     drawn = pictures(load(directory, guidance_scale=4.5, negative_prompt=negative))
     torch.testing.assert_close(drawn, expected, **DRAWN)
-    assert difference(theirs(pipeline), expected) > 1e-2
+    assert (theirs(pipeline) - expected).abs().max() > 1e-2
 
 
 def test_times_truncated_in_rollouts_alone_are_exact_in_a_loss(sd3_directory):
     """As DiffusionNFT's code has it: the sampler sees 833, the loss 833.8."""
-    policy, sigma = load(sd3_directory, truncate_timesteps="rollout"), torch.tensor([0.8338])
-    cond, x = policy.encode(PROMPTS[:1]), policy.noise([generator_for(0)])
+    policy = load(sd3_directory, truncate_timesteps="rollout")
+    x, sigma, cond = question(policy, 0.8338)
     fed = []
     policy.tuning.active.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(float(kwargs["timestep"][0])), with_kwargs=True
@@ -83,14 +79,10 @@ def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
     gradients, velocities = [], []
     for options in ({}, {"detach_negative": True}, {"guidance_scale": 1.0}):
         policy = load(sd3_directory, **{"guidance_scale": 3.5, "tuning": "full", **options})
-        cond, x = policy.encode(PROMPTS[:1]), policy.noise([generator_for(0)])
-        v = policy.velocity(x, torch.tensor([0.6]), cond)
+        v = policy.velocity(*question(policy, 0.6))
         v.square().sum().backward() if not velocities else v.backward(2 * velocities[0])
-        gradients.append(
-            torch.cat(
-                [p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]
-            )
-        )
+        grads = [p.grad for p in policy.trainable_parameters() if p.grad is not None]
+        gradients.append(torch.cat([grad.flatten() for grad in grads]))
         velocities.append(v.detach())
     plain, detached, prompted = gradients
     assert torch.equal(velocities[0], velocities[1])
