@@ -4,7 +4,7 @@ one was stopped.
 
     python -m studies.at_length --gpu                        # or for 20 minutes at a time
     OMP_NUM_THREADS=1 python -m studies.at_length            # one core
-    python -m studies.at_length --table                      # tables and figure of what is stored
+    python -m studies.at_length_tables                       # tables and figures of what is stored
 """
 
 import argparse
@@ -18,10 +18,8 @@ import numpy as np
 
 from g2rpo.cli.main import main as g2rpo
 from g2rpo.config.work import work
-from g2rpo.core.statistics import interval
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.report.history import read_runs
-from g2rpo.train.monitor.curves import CurveLine, Panel, save_figure, small_multiples
 
 Row = dict[str, Any]
 PUBLISHED = "algorithm.branch_schedule=all algorithm.tail=reference algorithm.update_every=branch"
@@ -45,6 +43,7 @@ TASKS = {  # recipe, prompts, the share of right pictures, trained rewards
 }
 SWEEP = 72
 """The seed of the runs that choose a rate."""
+RESULTS = Path("studies/results/at_length_tuned.jsonl")
 
 
 @dataclass(frozen=True)
@@ -163,82 +162,19 @@ def study(size: Size, out: Path) -> None:
             train(task, seed, size, best, out)
 
 
-def marks(rows: list[Row], part: slice) -> np.ndarray:
-    """Who is right [rows, prompts]."""
-    return np.array([[*map(int, row["right"][part])] for row in rows])
-
-
-def table(rows: list[Row]) -> None:
-    """What rates were chosen by. Leads of the first cell at the last iteration, and at the last
-    number of evaluations, that two cells both have; known and unseen prompts apart."""
-    runs: dict[tuple, list[Row]] = {}
-    for row in rows:
-        runs.setdefault((row["task"], row["cell"], row["seed"]), []).append(row)
-    for task in TASKS:
-        for cell in CELLS:
-            if shares := swept(rows, task, cell):
-                print(f"| {task} | {cell} |", *(f"{r:g}: {s:.3f} |" for r, s in shares.items()))
-    for unit in ("iteration", "evaluations"):
-        for task in TASKS:
-            for cell in CELLS:
-                pairs = []
-                for (of, name, seed), other in runs.items():
-                    first = runs.get((task, "g2rpo", seed))
-                    if (of, name) == (task, cell) and first and seed != SWEEP:
-                        last = min(first[-1][unit], other[-1][unit])
-                        at = [[r for r in own if r[unit] <= last][-1] for own in (first, other)]
-                        pairs.append((*at, other[0]))
-                for kind, part in (("known", slice(48)), ("unseen", slice(48, None))):
-                    if pairs:
-                        a, b, base = (marks([*own], part) for own in zip(*pairs, strict=True))
-                        spent = np.mean([pair[1]["evaluations"] for pair in pairs])
-                        print(
-                            f"| {task} | {unit} | {cell} | {kind} | {len(pairs)} | {spent:,.0f} |"
-                            f" {interval(b - base):+} | {interval(a - b):+} |"
-                        )
-
-
-def draw(rows: list[Row], task: str, path: Path) -> None:
-    """Shares of right pictures over iterations and evaluations, with intervals of the change."""
-    panels = []
-    for kind, part in (("known", slice(48)), ("unseen", slice(48, None))):
-        lines: dict[str, list[CurveLine]] = {"iteration": [], "evaluations": []}
-        for style, cell in enumerate(CELLS):
-            own = [r for r in rows if (r["task"], r["cell"]) == (task, cell) and r["seed"] != SWEEP]
-            at = [[r for r in own if r["iteration"] == i] for i in {r["iteration"]: 0 for r in own}]
-            values = [marks(same, part) for same in at]
-            changes = [interval(right - values[0]) for right in values]
-            ends = [(values[0].mean() + c.low, values[0].mean() + c.high) for c in changes]
-            for unit, each in lines.items():
-                x = [float(np.mean([r[unit] for r in same])) for same in at]
-                y = [float(right.mean()) for right in values]
-                if own:
-                    each.append(CurveLine(cell, x, y, style, ends, "marked"))
-        panels.append([Panel(f"right, {kind}", own, unit) for unit, own in lines.items()])
-    note = "Means over seeds; bands: 95 % interval of the change from the base."
-    save_figure(path, small_multiples(panels, note, legend=True))
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/at_length"))
-    results = Path("studies/results/at_length_tuned.jsonl")
-    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
 def main() -> None:
     given = arguments()
-    if not given.table:
-        study(GPU if given.gpu else CORE, given.out.resolve())
-        rows = rows_of(given.out)
-        given.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = [json.loads(line) for line in given.results.read_text().splitlines()]
-    table(rows)
-    for task in {row["task"]: 0 for row in rows}:
-        draw(rows, task, given.results.with_name(f"{given.results.stem}_{task}.png"))
+    study(GPU if given.gpu else CORE, given.out.resolve())
+    rows = rows_of(given.out)
+    given.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
