@@ -1,9 +1,8 @@
-"""Branch steps spread over iterations: which one an iteration takes, and what that costs."""
+"""Branch steps spread over iterations: which one an iteration takes."""
 
 from collections import Counter
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.rollout.planning import count_evaluations, count_trained
 
 STEPS = (0, 2, 3, 5)
 
@@ -14,10 +13,6 @@ def taken(algorithm, iterations, seed=0):
         tuple(plan.branch for plan in algorithm.plans(10, iteration, seed))
         for iteration in range(iterations)
     ]
-
-
-def test_all_of_them_are_taken_unless_said_otherwise():
-    assert taken(GranularGRPO(branch_steps=STEPS), 3) == [STEPS] * 3
 
 
 def test_turns_follow_the_order_and_begin_anew():
@@ -33,11 +28,3 @@ def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
     assert set(often) == {(step,) for step in STEPS}
     # five standard deviations
     assert all(abs(n - 100) < 5 * (400 * 0.25 * 0.75) ** 0.5 for n in often.values())
-
-
-def test_an_iteration_costs_its_anchor_and_its_members_tails():
-    turns = GranularGRPO(granularities=(1,), branch_schedule="turns")
-    for iteration in range(8):
-        plans = turns.plans(16, iteration)
-        assert count_evaluations(plans, 12) == iteration + 1 + 12 * (15 - iteration)
-        assert count_trained(turns, plans, 16) == (1, 0)

@@ -1,4 +1,4 @@
-"""Flow-DPPO: which members an update leaves out, member by member and in a run."""
+"""Flow-DPPO: which members an update leaves out."""
 
 from itertools import product
 
@@ -6,11 +6,9 @@ import torch
 
 from g2rpo.algorithms.flow_grpo import FlowDPPO
 from tests.algorithms.test_neighbours import steps_of
-from tests.support.runs import trainer
 from tests.support.tolerances import near, rounding
 
 LIMIT = 1e-5
-NAME = ("algorithm.name=flow_dppo", "algorithm.group_size=6", "sampling.num_steps=8")
 
 
 def test_a_member_counts_unless_it_would_go_further_away():
@@ -26,21 +24,3 @@ def test_a_member_counts_unless_it_would_go_further_away():
         expected = 0.0 if left_out else -a * torch.tensor(side).exp()
         close = near(float(expected), rounding(4))
         assert float(value.detach()) == close and float(slope) == close
-
-
-def moved(*overrides):
-    t = trainer(None, *NAME, "algorithm.update_every=2", "optim.learning_rate=0.3", *overrides)
-    for _ in range(3):
-        t.iterate()
-    return t.policy.mean.detach()
-
-
-def test_in_a_run_the_limit_acts_after_the_first_update_of_a_rollout():
-    """A limit that nothing reaches changes nothing; one that all reach leaves other weights."""
-    never, published = moved("algorithm.divergence_limit=1e6"), moved()
-    assert not torch.allclose(never, published, atol=1e-3)
-    once = ["algorithm.update_every=rollout"]  # the only update of a rollout is the first
-    assert torch.equal(
-        moved(*once, "algorithm.divergence_limit=1e6"),
-        moved(*once, "algorithm.divergence_limit=1e-15"),
-    )

@@ -12,7 +12,6 @@ from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.noise import generator_for
 from g2rpo.models.gaussian import GaussianPolicy
-from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer
 from tests.support.tolerances import near, rounding
 from tests.support.watched import Watched
@@ -133,14 +132,6 @@ def test_dgpo_draws_early_times_and_samples_with_old_weights_after_200_updates()
     assert set(steps.flatten().tolist()) == set(range(7)) and steps.shape == (100, 4, 3)
     assert all(len(set(one[:, 0].tolist())) == 4 for one in steps)
     assert [DGPO().samples_old(updates) for updates in (200, 201)] == [False, True]
-
-
-@pytest.mark.parametrize("algorithm", [DiffusionNFT(), AWM(), DGPO(group_size=24), EPG()])
-def test_an_update_has_the_rows_that_are_counted(algorithm):
-    (plan,) = algorithm.plans(14)
-    dry = dry_rollout(plan, 24, sigma_grid(14))
-    rows = 24 * len(algorithm.examples(dry, torch.zeros(24), generator_for))
-    assert count_trained(algorithm, [plan], 14)[0] == rows
 
 
 # --- old weights

@@ -6,35 +6,27 @@ import math
 from collections import Counter
 from dataclasses import fields
 from functools import partial
-from itertools import chain
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.flow_grpo import (
     DanceGRPO,
-    FlowCPS,
-    FlowGRPO,
-    FlowGRPOFast,
     GRPOGuard,
     MixGRPO,
     MixGRPOFlash,
     TempFlowGRPO,
 )
-from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.g2rpo_variants import PaveGRPO
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
-from g2rpo.algorithms.reward_gradient import OPSD, ReFL
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.data import Example
 from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
-from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, updates_of
+from g2rpo.core.objectives import clipped_surrogate, kernel_kl
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
-from tests.support.runs import fits, trainer
+from tests.support.runs import config, fits, trainer
+from tests.support.tables import rows
 from tests.support.tolerances import EXACT, FLOAT64, Tolerance, near, reordered, rounding
 from tests.support.watched import Watched
 
@@ -65,57 +57,44 @@ def test_the_ratio_is_exactly_one_before_the_first_update_and_the_weights_move(n
     assert not torch.equal(weights(t), before)
 
 
-class AWMAlone(AWM):
-    """Without the distance to the old weights."""
+COSTS = """
+flow_grpo 10 -> 240 216 216
+flow_grpo_fast 10 -> 240 72 0
+flow_cps 10 -> 240 216 216
+grpo_guard 10 -> 240 216 0
+tempflow_grpo 10 -> 279
+dancegrpo 16 -> 181
+mixgrpo 25 -> 289
+mixgrpo_flash 25 -> 121
+mixgrpo_flash 25 schedule=frozen compression=0.2 -> 73
+pave_grpo 16 -> 583 16 0
+pave_grpo 16 granularities=[1,2] -> 799 16 0
+pave_grpo 16 segments=[4] -> 583 16 0
+pave_grpo 16 segments=[] -> 583 4 0
+diffusion_nft 10 -> 240 216 432
+diffusion_nft 10 kl_weight=0 -> 240 216 216
+diffusion_nft 25 share=0.5 -> 600 288 576
+epg 10 -> 240 216 432
+awm 14 -> 336 144 288
+dgpo 10 group_size=24 -> 240 96 384
+refl 25 group_size=4 -> 100 4 0
+opsd 10 -> 240 24 24
+opsd 10 kl_weight=0.1 -> 240 24 48
+"""
+"""What members share is evaluated once: DanceGRPO's 12 members the first of 16 steps, 1 + 12 x 15;
+the branch steps 0, 2, 4, 6 of Pave-GRPO seven of an anchor, 7 + 12 (15 + 13 + 11 + 9). Rows without
+gradient are those of old weights, of the untrained model, and of the weight of DGPO's groups."""
 
-    old_weight = 0
 
-
-FLASH = MixGRPOFlash(schedule="frozen", compression=0.2)
-TAILS = 15 + 13 + 11 + 9
-"""Steps after the branch steps 0, 2, 4, 6 of 16."""
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "num_steps", "evaluations", "trained"),
-    [
-        (FlowGRPO(), 10, 240, (216, 216)),
-        (FlowGRPOFast(), 10, 240, (24 * 3, 0)),
-        (FlowCPS(), 10, 240, (216, 216)),
-        (GRPOGuard(), 10, 240, (216, 0)),
-        # 1 + 12 * 15: the members share their noise, and so the first velocity
-        (DanceGRPO(), 16, 181, None),
-        (MixGRPO(), 25, 289, None),
-        # 1 + 12 * (3 + 7): 11 evaluations a member, published; the first is shared here
-        (MixGRPOFlash(), 25, 121, None),
-        (FLASH, 25, 73, None),  # Flash*: 7
-        (TempFlowGRPO(), 10, 279, None),
-        (GranularGRPO(), 16, 1700, None),
-        (PaveGRPO(), 16, 7 + 12 * TAILS, (4 * (1 + 1 + 2), 0)),  # 1 + sum of (n - 1) a branch step
-        # the first two steps are shared
-        (PaveGRPO(granularities=(1, 2)), 16, 7 + 12 * (TAILS + 26 - 4 * 2), (4 * (1 + 1 + 2), 0)),
-        (PaveGRPO(segments=(4,)), 16, 7 + 12 * TAILS, (4 * (1 + 3), 0)),
-        (PaveGRPO(segments=()), 16, 7 + 12 * TAILS, (4, 0)),
-        # old weights and the untrained model
-        (DiffusionNFT(), 10, 240, (24 * 9, 2 * 24 * 9)),
-        (DiffusionNFT(kl_weight=0), 10, 240, (24 * 9, 24 * 9)),
-        (DiffusionNFT(share=0.5), 25, 24 * 25, (24 * 12, 2 * 24 * 12)),
-        (EPG(), 10, 240, (24 * 9, 2 * 24 * 9)),
-        (AWM(), 14, 24 * 14, (24 * 6, 2 * 24 * 6)),
-        (AWMAlone(kl_weight=0), 14, 24 * 14, (24 * 6, 0)),
-        # old, untrained, and both errors of the group's weight
-        (DGPO(group_size=24), 10, 240, (24 * 4, 4 * 24 * 4)),
-        (ReFL(group_size=4), 25, 4 * 25, (4, 0)),
-        (OPSD(), 10, 240, (24, 24)),
-        (OPSD(kl_weight=0.1), 10, 240, (24, 48)),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_the_cost_of_the_published_settings(algorithm, num_steps, evaluations, trained):
+@pytest.mark.parametrize(("setting", "expected"), rows(COSTS))
+def test_the_cost_of_the_published_settings(setting, expected):
     """Evaluations of a prompt's rollouts; rows of its updates with a gradient, and without."""
-    plans = algorithm.plans(num_steps)
+    name, steps, *keys = setting.split()
+    algorithm = config(f"algorithm.name={name}", *(f"algorithm.{key}" for key in keys)).algorithm
+    evaluations, *trained = map(int, expected.split())
+    plans = algorithm.plans(int(steps))
     assert count_evaluations(plans, algorithm.group_size) == evaluations
-    assert trained in (None, count_trained(algorithm, plans, num_steps))
+    assert not trained or count_trained(algorithm, plans, int(steps)) == (*trained,)
 
 
 @pytest.mark.parametrize(("every", "sizes"), [(2, [2, 2, 2]), (4, [4, 2]), (100, [6])])
@@ -127,12 +106,6 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
     assert len(seen.gradients) == len(sizes) and (row["ratio_deviation"] > 0) == (len(sizes) > 1)
     whole = torch.cat([batch[0].data["x_next"] for batch in seen.batches])
     assert len(whole) == 6 and len(torch.unique(whole.flatten(1), dim=0)) == 6
-
-
-def test_updates_after_every_branch_go_from_noise_to_image():
-    examples = [Example(0, step, torch.zeros(3, 2), torch.ones(3)) for step in (2, 0, 1, 0)]
-    updates = updates_of(GranularGRPO(update_every="branch"), examples)
-    assert [[item.step for item in batch] for batch in updates] == [[0, 0], [1], [2]]
 
 
 # --- reductions: what one algorithm becomes when another's choice is made
@@ -147,23 +120,6 @@ def test_mixgrpo_divides_the_rewards_weights_by_their_sum():
     )
     shares = GranularGRPO().advantages(rewards, torch.tensor([-0.25, 0.75]))
     assert torch.equal(large, shares) and not none.any()
-
-
-def test_mixgrpo_with_a_window_of_one_is_g2rpo_with_one_branch_and_the_fine_tail():
-    """The same transitions, advantages, loss and weights, bit for bit."""
-    runs = []
-    for t in (
-        named("g2rpo", *ONCE, "algorithm.branch_steps=[0]", "algorithm.granularities=[1]"),
-        named("mixgrpo", *ONCE, "algorithm.window_size=1", "algorithm.window_iterations=100"),
-    ):
-        seen = Watched(t)
-        losses = [t.iterate()["loss"] for _ in range(3)]
-        runs.append((chain(*seen.examples), losses, weights(t)))
-    (ours, losses, end), (theirs, other_losses, other_end) = runs
-    for x, y in zip(ours, theirs, strict=True):
-        assert torch.equal(x.data["x_next"], y.data["x_next"])
-        assert torch.equal(x.advantages, y.advantages)
-    assert losses == other_losses and torch.equal(end, other_end)
 
 
 # --- windows and trained steps
@@ -233,24 +189,26 @@ def test_a_random_window_lies_anywhere_before_the_end():
     assert windows(random, seed=1) != windows(random)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "num_steps", "key"),
-    [
-        (FlowGRPOFast(), 4, "window_size"),
-        (MixGRPO(), 2, "num_steps"),
-        (AWM(), 5, "times"),
-        (DGPO(), 5, "times"),
-        (DiffusionNFT(share=0.3), 3, "share"),
-        (EPG(), 1, "share"),
-        (GranularGRPO(branch_steps=(5,)), 6, r"branch_steps must lie in 0\.\.4"),
-        (GranularGRPO(branch_steps=(0, 9), branch_schedule="turns"), 10, "branch_steps"),
-        (GranularGRPO(branch_steps=(0, 9), branch_schedule="random"), 10, "branch_steps"),
-    ],
-)
-def test_a_grid_that_does_not_fit_is_refused_in_whichever_iteration(algorithm, num_steps, key):
+SHORT = """
+flow_grpo_fast 4 -> window_size
+mixgrpo 2 -> num_steps
+awm 5 -> times
+dgpo 5 -> times
+diffusion_nft 3 share=0.3 -> share
+epg 1 -> share
+g2rpo 6 branch_steps=[5] -> branch_steps must lie in 0\\.\\.4
+g2rpo 10 branch_steps=[0,9] branch_schedule=turns -> branch_steps
+g2rpo 10 branch_steps=[0,9] branch_schedule=random -> branch_steps
+"""
+
+
+@pytest.mark.parametrize(("setting", "said"), rows(SHORT))
+def test_a_grid_that_does_not_fit_is_refused_in_whichever_iteration(setting, said):
+    name, steps, *keys = setting.split()
+    algorithm = config(f"algorithm.name={name}", *(f"algorithm.{key}" for key in keys)).algorithm
     for iteration in range(4):
-        with pytest.raises(ValueError, match=key):
-            algorithm.plans(num_steps, iteration)
+        with pytest.raises(ValueError, match=said):
+            algorithm.plans(int(steps), iteration)
 
 
 def test_dancegrpo_trains_random_steps_and_never_the_last():
@@ -297,13 +255,6 @@ def test_the_cps_step_is_the_published_one():
         same(landing.mean, mean)
         same(landing.std, s)
         same(landing.log_prob(taken), -((taken - mean) ** 2).mean(1))
-
-
-def test_cps_multiplies_a_narrow_velocity_in_float32():
-    x, v = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(2))
-    at = torch.tensor(0.7), torch.tensor(0.6)
-    narrow, wide = (cps_kernel(0.8)(x, of, *at).mean for of in (v.bfloat16(), v.bfloat16().float()))
-    assert torch.equal(narrow, wide)
 
 
 def test_dancegrpos_diffusion_is_the_same_at_every_sigma():
@@ -439,13 +390,3 @@ def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
     plain = clipped_surrogate(steps.log_prob - steps.old_log_prob, steps.advantages, 1e-4)
     weighed = TempFlowGRPO(group_size=6).policy_loss(steps)
     assert_close(weighed, 2.25 * steps.std * plain, **rounding(10))
-
-
-def test_the_std_of_the_batch_is_over_all_groups():
-    rewards = torch.tensor([[1.0, 3.0], [10.0, 10.2]])
-    std = ((rewards - rewards.mean()) ** 2).sum().div(3).sqrt()
-    expected = (rewards - rewards.mean(1, keepdim=True)) / std
-    assert_close(group_normalize(rewards, batch_std=True), expected, **rounding(8, size=3.0))
-    tied = torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, float("nan")]])
-    (silent, (low, high, missing)) = group_normalize(tied, batch_std=True)
-    assert not silent.any() and missing == 0 and high == -low > 0

@@ -18,9 +18,8 @@ from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from tests.algorithms.test_bounds import having
-from tests.algorithms.test_neighbours import collected, steps_between
-from tests.support.runs import trainer
-from tests.support.tolerances import EXACT, rounding
+from tests.algorithms.test_neighbours import steps_between
+from tests.support.tolerances import rounding
 
 
 @pytest.mark.parametrize(
@@ -119,21 +118,6 @@ def test_guards_loss_is_the_published_one(correction):
         torch.autograd.grad(values.sum(), new, retain_graph=True)[0] for values in (expected, loss)
     )
     assert_close(ours, theirs, **rounding(40, size=float(theirs.abs().max())))
-
-
-@pytest.mark.parametrize("kind", [GRPOGuard, TempFlowGRPO])
-def test_a_loss_knows_which_step_each_of_its_rows_is(monkeypatch, kind):
-    """With latents of their own or a shared one; passes are cut anywhere."""
-    seen = collected(monkeypatch, kind)
-    t = trainer(
-        None, f"algorithm.name={kind.name}", "algorithm.group_size=6", "trainer.micro_batch_size=4"
-    )
-    seen.clear()  # of what counts the run's evaluations
-    t.iterate()
-    assert sum(len(steps.step) for steps in seen) == 2 * 6 * 5
-    for steps in seen:
-        assert_close(steps.dsigma, t.sigmas[steps.step] - t.sigmas[steps.step + 1], **EXACT)
-    assert len(torch.cat([steps.step for steps in seen]).unique()) == 5
 
 
 @pytest.mark.parametrize("kind", having("reward_mix", EPG), ids=lambda kind: kind.name)
