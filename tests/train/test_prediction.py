@@ -10,7 +10,7 @@ from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.events import Line
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Target, find_target, make_plan, predict
-from g2rpo.lab.plan.seconds import COMPILING, planned_seconds
+from g2rpo.lab.plan.seconds import COMPILING
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.train import build
 from g2rpo.train.build import Planned, Request
@@ -88,34 +88,34 @@ def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch, free, used):
         find_target("cuda:9")
 
 
-FAST = "policy.compile=auto trainer.iterations=100000"
-
-
-@pytest.mark.parametrize(
-    ("settings", "compiled"),
-    [
-        (FAST, True),
-        ("policy.compile=auto trainer.iterations=2", False),
-        (f"{FAST} algorithm.update_every=branch", False),
-        (f"{FAST} policy.offload=true policy.tuning=lora policy.gradient_checkpointing=true", False),
-        ("policy.compile=true trainer.iterations=2", True),
-    ],
-)  # fmt: skip
 def test_auto_compiles_where_that_saves_twice_its_time_and_no_ratio_is_clipped(
-    tiny_config, settings, compiled
+    tiny_config, monkeypatch
 ):
-    config = load_config(str(tiny_config), ["sampling.batch_size=8", *settings.split()])
-    plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=9)
-    seconds, fast = (
-        planned_seconds(each, H100, cores=8)
-        for each in (plan, replace(plan, traced=plan.traced.compiled()))
+    """Of two iterations, with the compiler's seconds as they are and as they would pay."""
+    auto = "policy.compile=auto", "trainer.iterations=2"
+
+    def asked(*settings):
+        return load_config(str(tiny_config), ["sampling.batch_size=8", *auto, *settings])
+
+    plan, always = (
+        make_plan(asked(word), cuda=True, heldout=3, distinct_prompts=9)
+        for word in ("policy.compile=auto", "policy.compile=true")
     )
-    assert seconds.compiling == compiled * 2 * COMPILING
-    assert seconds.run == pytest.approx(
-        sum(seconds.iteration.values()) * plan.counts.iterations
-        + seconds.evaluation * plan.counts.looks + seconds.encoding + seconds.compiling
-    )  # fmt: skip
-    assert compiled == (sum(seconds.iteration.values()) == sum(fast.iteration.values()))
+    own = ["policy.tuning=lora", "policy.gradient_checkpointing=true"]
+    clipped, offloaded = (
+        replace(plan, config=asked(*words))
+        for words in (["algorithm.update_every=branch"], ["policy.offload=true", *own])
+    )
+
+    def compiled(plan):
+        seconds = plan.seconds(H100)
+        assert (sum(seconds.iteration.values()) == fast) == (seconds.compiling > 0)
+        return seconds.compiling
+
+    fast = sum(always.seconds(H100).iteration.values())
+    assert compiled(always) == 2 * COMPILING and not compiled(plan)
+    monkeypatch.setattr("g2rpo.lab.plan.seconds.COMPILING", 1e-9)
+    assert compiled(plan) and not compiled(clipped) and not compiled(offloaded)
 
 
 @pytest.mark.parametrize(
