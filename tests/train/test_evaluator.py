@@ -61,26 +61,23 @@ def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("first", "base", "now", "said"),
+    ("base", "now", "said"),
     [
-        (0, (0.4, 0.1), (0.1, 0.09), ""),
-        (0, (0.4, 0.1), (0.3, 0.04), "right pictures of one prompt"),
-        (0, (0.4, None), (0.1, 0.09), "pictures of one prompt"),
-        (0, (0.4, 0.1), (0.3, None), ""),
-        (60, (0.4, None), (0.1, None), ""),  # compared with the base alone
+        ((0.4, 0.1), (0.1, 0.09), None),
+        ((0.4, 0.1), (0.3, 0.04), "right pictures of one prompt"),
+        ((0.4, None), (0.1, 0.09), "pictures of one prompt"),
+        ((0.4, 0.1), (0.3, None), None),
     ],
 )
-def test_where_right_pictures_are_known_their_diversity_raises_the_alarm(first, base, now, said):
+def test_where_right_pictures_are_known_their_diversity_raises_the_alarm(base, now, said):
     """Wrong pictures differ from right ones, so pictures become alike when more of them are
     right."""
     rows = [
         {"kind": "eval", "iteration": iteration, "diversity": every, "diversity_right": right}
-        for iteration, (every, right) in ((first, base), (80, now))
+        for iteration, (every, right) in ((0, base), (80, now))
     ]
-    found = alike(Alarms([], 1.0, rows=rows)) or ""
-    assert found.startswith(said) and bool(found) == bool(said)
-    rows.append({"kind": "eval", "iteration": 100})  # where a resumed run does not compare them
-    assert alike(Alarms([], 1.0, rows=rows)) is None
+    found = alike(Alarms([], 1.0, rows=rows))
+    assert found is said or found.startswith(said)
 
 
 class Half(Reward):

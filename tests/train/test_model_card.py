@@ -19,6 +19,7 @@ from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.model_card import _code, write_card
 from g2rpo.train.run.folder import Run
 from tests.support.runs import config
+from tests.support.tables import rows
 
 MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- ` `` [a](b)"
 
@@ -76,43 +77,33 @@ def test_a_code_span_holds_what_it_was_given(text):
         assert rest.content == ", tuned"
 
 
-@pytest.mark.parametrize(
-    ("path", "named", "licence", "on_the_hub"),
-    [
-        (
-            "black-forest-labs/FLUX.1-dev",
-            True,
-            ": FLUX.1 [dev] Non-Commercial License",
-            ("other", "flux.1-dev-non-commercial-license"),
-        ),
-        (
-            "stabilityai/stable-diffusion-3.5-medium",
-            True,
-            ": Stability AI Community License",
-            ("other", "stability-ai-community-license"),
-        ),
-        ("Qwen/Qwen-Image", True, ": Apache-2.0", ("apache-2.0", None)),
-        ("somebody/model", True, ".\n", (None, None)),
-        ("testbed", False, ".\n", (None, None)),
-        ("/data/flux", False, ".\n", (None, None)),
-    ],
-)
-def test_the_base_model_is_named_if_the_hub_can_have_it_with_its_licence_if_known(
-    tmp_path, path, named, licence, on_the_hub
-):
-    sampling = config("evaluation.num_steps=20").evaluation
-    header, markdown = card(tmp_path, path, evaluation=sampling)
-    assert header.get("base_model") == (path if named else None)
-    assert (header.get("license"), header.get("license_name")) == on_the_hub
-    assert f"# `{path}`, tuned with" in markdown
-    assert f"The licence of the base model applies{licence}" in markdown
-    assert "num_inference_steps=20" in markdown  # as the results were
-
-
 def test_the_page_of_models_names_those_that_are_not_apache():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^- .*: .*$", page.partition("## Licences")[2], re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"[\w.-]*\w(?=[,;]|\.$)", row)}
+    items = re.findall(r"^- .*: .*$", page.partition("## Licences")[2], re.MULTILINE)
+    listed = {name for item in items for name in re.findall(r"[\w.-]*\w(?=[,;]|\.$)", item)}
     known = {name: model.licence for spec in SPECS.values() for name, model in spec.known.items()}
     named = {name.partition("/")[2] for name, licence in known.items() if licence != "Apache-2.0"}
     assert named <= listed and not listed & {name.partition("/")[2] for name in known} - named
+
+
+LICENCES = """
+black-forest-labs/FLUX.1-dev -> : FLUX.1 [dev] Non-Commercial License -> flux.1-dev-non-commercial-license
+stabilityai/stable-diffusion-3.5-medium -> : Stability AI Community License -> stability-ai-community-license
+Qwen/Qwen-Image -> : Apache-2.0 -> apache-2.0
+somebody/model -> .\\n -> None
+testbed -> .\\n -> None
+/data/flux -> .\\n -> None
+"""
+
+
+@pytest.mark.parametrize(("path", "licence", "on_the_hub"), rows(LICENCES))
+def test_the_base_model_is_named_if_the_hub_can_have_it_with_its_licence_if_known(
+    tmp_path, path, licence, on_the_hub
+):
+    sampling = config("evaluation.num_steps=20").evaluation
+    header, markdown = card(tmp_path, path, evaluation=sampling)
+    assert header.get("base_model") == (None if path in ("testbed", "/data/flux") else path)
+    assert str(header.get("license_name", header.get("license"))) == on_the_hub
+    assert f"# `{path}`, tuned with" in markdown
+    assert f"The licence of the base model applies{licence}" in markdown
+    assert "num_inference_steps=20" in markdown  # as the results were

@@ -16,7 +16,6 @@ from g2rpo.train.monitor.pictures import (
     read_webp,
     reduced,
     save_clip,
-    stills,
 )
 from tests.lab.test_evaluate import judging
 from tests.support.commands import g2rpo
@@ -38,12 +37,10 @@ def test_a_reduced_clip_has_few_small_frames():
     few = reduced(clip)
     assert few.shape == (1, 21, 3, 30, CLIP_SIDE) and few.shape[1] <= CLIP_FRAMES
     assert few[0, :, 0, 5, 5].tolist() == [round(255 * number / 81) for number in range(0, 81, 4)]
-    chess = ((torch.arange(512)[:, None] + torch.arange(512)) % 2).float()
-    assert reduced(chess.expand(1, 2, 3, 512, 512)).unique().tolist() == [128]
-    small, pictures = torch.rand(2, 5, 3, 4, 6), torch.rand(2, 3, 300, 4)
-    for images in (small, pictures):
+    halves = torch.eye(2).repeat(256, 256).expand(1, 2, 3, 512, 512)
+    assert reduced(halves).unique().tolist() == [128]
+    for images in (torch.rand(2, 5, 3, 4, 6), torch.rand(2, 3, 300, 4)):
         assert torch.equal(reduced(images), to_uint8(images))
-    assert torch.equal(stills(small), small[:, 2]) and torch.equal(stills(pictures), pictures)
 
 
 def test_a_saved_clip_moves_and_lasts_as_long_as_it_should(tmp_path):
@@ -70,10 +67,9 @@ def test_a_run_keeps_its_clips(tmp_path):
     assert read_webp(samples / "before_after.webp")[1] == [500] * 3
     baseline = load_file(tmp_path / "baseline.safetensors")["images"]
     assert baseline.shape == (3, 3, 3, 4, 4) and baseline.dtype == torch.uint8
-    first, *_, last = [row for row in log(tmp_path) if row["kind"] == "eval"]
+    (first, *_) = log(tmp_path)
     motion = float(image_statistics(baseline)["motion"].mean())
     assert first["image/motion"] == near(motion, rounding(20)) != 0
-    assert {"image/motion/low", "image/motion/below", "image/brightness"} <= last.keys()
 
 
 def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
