@@ -69,21 +69,16 @@ def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config
         predict(config, 1, prompts, heldout)
 
 
-@pytest.mark.parametrize(
-    ("free", "used"), [(79, ""), (60, ", of whose 79.1 GiB other programs use 19.1 GiB")]
-)
-def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch, free, used):
-    gib = 2**30
-    for name, answer in (
-        ("is_available", lambda: True),
-        ("device_count", lambda: 1),
-        ("get_device_name", lambda device: "NVIDIA H100 80GB HBM3"),
-        ("mem_get_info", lambda device: (free * gib, int(79.1 * gib))),
-    ):
-        monkeypatch.setattr(f"torch.cuda.{name}", answer)
+def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch):
+    gib, name = 2**30, "NVIDIA H100 80GB HBM3"
+    answers = {"is_available": True, "device_count": 1, "get_device_name": name}
+    answers["mem_get_info"] = (60 * gib, int(79.1 * gib))
+    for asked, answer in answers.items():
+        monkeypatch.setattr(f"torch.cuda.{asked}", lambda *_, answer=answer: answer)
     target = find_target("cuda")
-    assert (target.capacity, target.card) == (free * gib, H100)
-    assert target.name == f"this machine's NVIDIA H100 80GB HBM3{used}"
+    assert (target.capacity, target.card) == (60 * gib, H100)
+    used = "of whose 79.1 GiB other programs use 19.1 GiB"
+    assert target.name == f"this machine's {name}, {used}"
     with pytest.raises(UserError, match="--device=cuda:9: torch sees 1 CUDA devices"):
         find_target("cuda:9")
 

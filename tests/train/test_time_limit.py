@@ -10,18 +10,20 @@ from g2rpo.core.errors import Preempted, UserError
 from g2rpo.train.listeners import Ask, TimeLimit
 from tests.support.runs import config, log, trainer
 
-LOOK, ITERATION = (
-    {"kind": kind, "seconds": took} for kind, took in (("eval", 5.0), ("train", 2.0))
-)
+TRAINED = {"kind": "train", "seconds": 2.0, "iteration": 3}
+
+
+def looked(iteration):
+    return {"kind": "eval", "seconds": 5.0, "iteration": iteration}
 
 
 @pytest.mark.parametrize(
     ("left", "rows", "asked"),
     [
-        (8.1, [LOOK | {"iteration": 0}, ITERATION | {"iteration": 3}], Ask.NOTHING),
-        (7.9, [LOOK | {"iteration": 0}, ITERATION | {"iteration": 3}], Ask.EVALUATE),
-        (0.0, [ITERATION | {"iteration": 3}, LOOK | {"iteration": 3}], Ask.LEAVE),
-        (0.0, [LOOK | {"iteration": 3}], Ask.NOTHING),  # a start that has trained nothing yet
+        (8.1, [looked(0), TRAINED], Ask.NOTHING),
+        (7.9, [looked(0), TRAINED], Ask.EVALUATE),
+        (0.0, [TRAINED, looked(3)], Ask.LEAVE),
+        (0.0, [looked(3)], Ask.NOTHING),  # a start that has trained nothing yet
     ],
 )
 def test_it_asks_while_an_iteration_an_evaluation_and_a_checkpoint_still_fit(
@@ -57,12 +59,11 @@ def test_a_run_without_time_trains_once_is_evaluated_and_saved_and_goes_on(tmp_p
     assert [row["kind"] for row in t.train()] == ["train", "eval"] and t.iteration == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "hours"), [("36s", 0.01), ("90m", 1.5), ("3", None), ("-3h", None), ("nan", None)]
-)
-def test_times_are_read_or_refused(text, hours):
-    if hours is not None:
-        assert max_hours(text) == [f"trainer.max_hours={hours}"]
-    else:
+def test_times_are_read_or_refused():
+    assert max_hours("36s") + max_hours("90m") == [
+        "trainer.max_hours=0.01",
+        "trainer.max_hours=1.5",
+    ]
+    for text in ("3", "-3h", "nan"):
         with pytest.raises(UserError, match="--within .*90m"):
             max_hours(text)

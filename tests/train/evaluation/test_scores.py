@@ -51,20 +51,8 @@ def test_a_damaged_table_is_refused(tmp_path, text, said):
         scores.read_rows(tmp_path / "t.jsonl")
 
 
-def random_bytes(*shape):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-
-
-def test_pictures_are_kept_without_loss(tmp_path):
-    images = random_bytes(2, 3, 5, 7)
-    scores.save_pictures(tmp_path / "a", images, [3, 9], seconds=1)
-    for index, image in zip((3, 9), images, strict=True):
-        assert torch.equal(scores.read_picture(tmp_path / "a" / f"{index:06d}.png"), image)
-
-
 def test_clips_move_and_their_middle_frame_is_kept_without_loss(tmp_path):
-    clip = random_bytes(4, 3, 1, 1).expand(4, 3, 6, 8)
+    clip = torch.arange(12, dtype=torch.uint8).view(4, 3, 1, 1).expand(4, 3, 6, 8)
     scores.save_pictures(tmp_path, clip[None], [3], seconds=1)
     path = tmp_path / "000003.png"
     assert scores.read_picture(path).shape[1:] == (3, 6, 8)

@@ -15,7 +15,6 @@ from g2rpo.core import plugins
 from g2rpo.train.consistency import complaints_of
 from g2rpo.train.monitor.trackers import BACKLOG, Feed, build_trackers, faults_of_tracker, scalars
 from g2rpo.train.run.folder import Run
-from tests.support.commands import done
 from tests.support.runs import cut, resumed, trainer
 
 STAND_IN = '''
@@ -155,16 +154,6 @@ def test_who_is_not_logged_in_is_told_once_and_trains_on(tmp_path, library):
     assert not calls("init")
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert board.Scalars("train/loss")[-1].step == 4
-
-
-@pytest.mark.slow  # trains the tiny FLUX
-def test_trackers_may_change_when_a_run_goes_on(capsys, tmp_path, tiny_config, library):
-    run = tmp_path / "run"
-    done(capsys, "train", tiny_config, "trackers=[]", "--run-dir", run)
-    assert not (run / "tensorboard").exists()
-    calls, more = library("trackio"), ["trainer.iterations=3", "trackers=[trackio]", "--resume"]
-    done(capsys, "train", tiny_config, *more, "--run-dir", run)
-    assert [step for _, step in calls("log")] == [3, 3]
 
 
 def test_a_library_that_is_not_known_or_not_installed_is_wrong_input(monkeypatch):

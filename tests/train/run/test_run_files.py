@@ -22,7 +22,6 @@ from g2rpo.lab.sample import _write_all
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.evaluation.controls import NO_CONTROL
 from g2rpo.train.run.folder import Run
-from g2rpo.train.run.records import source_commit
 from tests.cli.test_main import Hub
 from tests.support import ranks
 from tests.support.commands import g2rpo as command
@@ -63,10 +62,9 @@ def test_a_session_goes_on_by_its_answers_and_is_not_begun_over_its_weights(tmp_
 
 
 def test_a_start_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
-    checkout, run = tmp_path / "checkout", tmp_path / "run"
+    checkout, run = tmp_path / "checkout", tmp_path
     source = checkout / "src" / "g2rpo" / "__init__.py"
-    for folder in (source.parent, run):
-        folder.mkdir(parents=True)
+    source.parent.mkdir(parents=True)
     source.touch()
     monkeypatch.setattr(g2rpo, "__file__", str(source))
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -75,10 +73,6 @@ def test_a_start_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
     Run(run).record_start(0, torch.device("cpu"))
     source.write_text("changed")
     Run(run).record_start(1, torch.device("cpu"))
-    lock = checkout / ".git" / "index.lock"
-    with small_files(0):  # kills what writes
-        source_commit(checkout)
-    assert not lock.exists()
     one, two = (start.commit for start in Run(run).read_starts())
     assert re.fullmatch("[0-9a-f]{12}", one) and two == f"{one}-dirty"
 
@@ -185,13 +179,6 @@ def test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on
         with disk.at(folder, moment, code), pytest.raises((Stopped, UserError), match=reason):
             begin(folder)
         assert code != errno.ENOSPC or not list(folder.rglob(".unfinished*")), moment
-
-
-@pytest.mark.parametrize("size", [0, 20000])
-def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
-    """As libraries that write without Python meet it: safetensors, torch."""
-    with small_files(size), pytest.raises((Stopped, UserError), match=r"cannot be written"):
-        begin(tmp_path / "run")
 
 
 def test_pictures_that_find_no_room_are_a_message_too(tmp_path):
