@@ -120,4 +120,4 @@ def test_a_limit_of_memory_is_of_any_card_or_none(device, gb, name, capacity):
 def test_12_gb_are_answered_in_two_lines(says):
     fits, rest = says("plan flux1-dev-evening-16gb --memory 12").strip().splitlines()
     assert "It does not fit a GPU of 12 GB" in fits
-    assert re.match(r"With this it needs .* and takes .*options.device=cpu", rest)
+    assert re.match(r"With `.*options.device=cpu` it needs .* and takes .* --all", rest)

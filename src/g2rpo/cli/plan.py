@@ -68,7 +68,8 @@ def show_plan(answer: PlanAnswer, every: bool, console: Console) -> None:
         f"{policy.width}x{policy.height}{licence}",
     )
     if answer.seconds:
-        say(console, _bought(answer))
+        if answer.fits:
+            say(console, _bought(answer))
     else:
         say(
             console,
@@ -273,10 +274,10 @@ def _bought(answer: PlanAnswer) -> str:
     """How many iterations some times buy (`trainer.max_hours`)."""
     whole, told = answer.plan.counts.iterations, []
     for hours, count in answer.bought.items():
-        told.append(f"in {hours} h {'all ' if count == whole else ''}{count}")
+        told.append(f"{'all ' if count == whole else ''}{count} in {hours} h")
         if count == whole:
             break
-    return f"Iterations of {whole}: {', '.join(told)}. --within 3h stops in that time; `g2rpo resume` goes on."
+    return f"Of {whole} iterations: {', '.join(told)}. --within 3h stops in that time; `g2rpo resume` goes on."
 
 
 def _verdict(answer: PlanAnswer) -> list[str]:
@@ -287,7 +288,7 @@ def _verdict(answer: PlanAnswer) -> list[str]:
         there += ", this machine's RAM"
     where = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
     if answer.fits:
-        took = f", {planned(answer.seconds.run).replace(', ', ' (')})" if answer.seconds else ""
+        took = f", {_planned_in(answer.seconds.run)}" if answer.seconds else ""
         files = sum(plan.memory.files.values())
         far = is_hub_id(plan.config.policy.path)
         fetch = f"; {in_bytes(files)} to {in_bytes(2 * files)} to download" if far else ""
@@ -304,16 +305,9 @@ def _verdict(answer: PlanAnswer) -> list[str]:
             *said,
             "Nothing that this command knows makes it fit; a smaller model or picture might.",
         ]
-    took = f" and takes {planned(alternative.seconds.run)}" if alternative.seconds else ""
-    said += [
-        f"With this it needs {in_bytes(alternative.needed)}{took}:",
-        f"  {' '.join(alternative.overrides)}",
-    ]
-    if any(override.endswith(".options.device=cpu") for override in alternative.overrides):
-        said.append(
-            "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`."
-        )
-    return said
+    took = f" and takes {_planned_in(alternative.seconds.run)}" if alternative.seconds else ""
+    given = " ".join(alternative.overrides)
+    return [*said, f"With `{given}` it needs {in_bytes(alternative.needed)}{took}."]
 
 
 def _millions(parameters: int) -> str:
@@ -324,6 +318,10 @@ def duration(seconds: float) -> str:
     """1.2 s, 3 min, 5.1 h, 12.3 days."""
     size, unit = unit_of(seconds)
     return f"{_digits(seconds / size, unit)} {unit}"
+
+
+def _planned_in(seconds: float) -> str:
+    return f"{planned(seconds).replace(', ', ' (')})"
 
 
 def planned(seconds: float) -> str:
