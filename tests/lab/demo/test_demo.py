@@ -7,6 +7,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import gradio as gr
 import pytest
@@ -23,7 +24,7 @@ from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
 from g2rpo.lab.demo.command import FIRST_PROMPT, opening, opening_of
 from g2rpo.lab.demo.drawing import draw, offered_granularities, plan_label, trace_group
-from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model, what_it_is
+from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model
 from g2rpo.lab.demo.views import change, drawing_html, trace_html, written_score
 from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.models import load
@@ -33,12 +34,14 @@ from g2rpo.train.build import Request, build
 from g2rpo.train.collector import Stopwatch
 from g2rpo.train.evaluation.controls import Control
 from g2rpo.train.evaluation.heldout import read_rows, scores_of
-from g2rpo.train.evaluation.sampler import Sampler, utility
+from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.run.folder import Run
 from tests.lab.demo.trained import BRIGHT, train_tiny
+from tests.lab.report.pages import words
 from tests.support.commands import refused
 from tests.support.ports import free_port
 from tests.support.runs import fits, picture
+from tests.support.tables import rows
 from tests.support.tolerances import network
 from tests.support.variants import few
 
@@ -58,9 +61,13 @@ def session(run):
     return opened(run)
 
 
+def opened_model(name, rewards=None):
+    return open_model(config_of_model(name, None, None, rewards), None, print)
+
+
 @pytest.fixture(scope="module")
 def testbed():
-    return open_model(config_of_model("testbed", None, 3.5, None), None, print)
+    return opened_model("testbed")
 
 
 def near(shown, own):
@@ -110,35 +117,24 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run, tuning, tmp_pat
     assert "held-out" not in draw(model, "three green stars").settings
 
 
-def test_a_model_alone_has_no_tuned_side(flux_directory):
-    config = config_of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
-    drawing = draw(open_model(config, None, print), PROMPT, control=TWO_STEPS)
-    assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
-    html = drawing_html(drawing)
-    assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
-
-
 def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
     """Guidance by hand in the first steps, and the best of some: what evaluations sample, and what
     it cost."""
-    session = open_model(config_of_model("words", None, None, None), None, print)
-    control, prompt = Control(steps=3, cfg=3.0, guided_steps=2, best_of=3), "'tiger' in red"
+    session, prompt = opened_model("words", {"brightness": {}}), "'tiger' in red"
+    control = Control(steps=3, cfg=3.0, guided_steps=2, best_of=3)
     drawing = draw(session, prompt, control=control)
+    assert drawing.tuned is None and drawing.base.price == "3 evaluations"
     assert drawing.free.price == "15 evaluations, 3 readings"
-    assert drawing.base.price == "3 evaluations"
     assert drawing.free.knobs == "guidance by hand 3 in the first 2 steps, best of 3"
-    sampler, rewards = replace(session.sampler, num_steps=3), {**session.rewards, **session.judges}
+    sampler = replace(session.sampler, num_steps=3)
     draws = [control.model_copy(update={"draw": number}) for number in range(3)]
-    several = [sampler.evaluate([prompt], rewards, control=one) for one in draws]
-    scores = {
-        name: torch.stack([one.scores[name] for one in several], -1) for name in session.rewards
-    }
-    weights = {name: entry.weight for name, entry in session.config.rewards.items()}
-    best = int(utility(scores, weights)[0].argmax())
-    same = [torch.equal(drawing.free.picture, one.images[0]) for one in several]
-    assert same == [number == best for number in range(3)]
+    several = [sampler.evaluate([prompt], session.rewards, control=one) for one in draws]
+    best = max(several, key=lambda one: one.scores["brightness"])
+    assert torch.equal(drawing.free.picture, best.images[0])
     plain = draw(session, prompt, control=Control(steps=3))
     assert plain.free is None and torch.equal(plain.base.picture, drawing.base.picture)
+    html = drawing_html(plain)
+    assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
     assert "Base model, other sampler settings" in drawing_html(drawing)
 
 
@@ -147,7 +143,7 @@ def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
 )
 def test_guidance_is_told_where_pictures_depend_on_it(model, prompt):
     """The embedded scenes have a network that takes the scale; that of words does not."""
-    session = open_model(config_of_model(model, None, None, {"brightness": {}}), None, print)
+    session = opened_model(model, {"brightness": {}})
     low, high = (draw(session, prompt, control=Control(steps=1, guidance=g)) for g in (1.0, 7.0))
     depends = bool((low.base.picture != high.base.picture).any())
     assert depends is (model == "testbed") is ("guidance" in low.settings)
@@ -169,16 +165,11 @@ def test_a_drawing_says_what_scores_mean_whether_it_is_right_and_why_it_has_none
 
 def test_changes_are_signed_and_as_exact_as_their_scores(session):
     nan = float("nan")
-    assert [
-        written_score(0.5),
-        written_score(73.65),
-        written_score(2000.0),
-        written_score(nan),
-    ] == [*("0.500", "73.65", "2,000", "no score")]
+    scores = [*map(written_score, (0.5, 73.65, 2000.0, nan))]
+    assert scores == ["0.500", "73.65", "2,000", "no score"]
     assert [change(0.25, 0.5), change(75.0, 73.65), change(nan, 1.0)] == ["−0.250", "+1.35", ""]
-    html = drawing_html(draw(session, PROMPT, control=TWO_STEPS))
-    words = " ".join(re.sub(r"<[^>]*>", " ", html).split())
-    assert re.search(r"After training .*brightness trained on [\d.]+ [▲▼] [+−][\d.]+", words)
+    shown = words(drawing_html(draw(session, PROMPT, control=TWO_STEPS)))
+    assert re.search(r"After training .*brightness trained on [\d.]+ [▲▼] [+−][\d.]+", shown)
 
 
 # --- a group --------------------------------------------------------------------------------------
@@ -189,25 +180,24 @@ def test_a_group_is_the_first_iteration_of_the_run(run, session):
     bit. Advantages are exactly those of the group's scores."""
     trainer = build(Request(config=session.config))
     policy, collector = trainer.policy, trainer.collector
-    asked = trainer.order.batch(0, 1)
+    (prompt,) = asked = trainer.order.batch(0, 1)
     spec, cond = collector.own_spec(trainer.algorithm, 0), policy.encode(asked)
     sampled = collector.collect(spec, cond, asked, Stopwatch())
     assert session.plans == [rollout.plan for rollout in sampled.rollouts]
     assert [plan_label(plan) for plan in session.plans] == ["step 0", "step 1"]
     for plan, rollout in enumerate(sampled.rollouts):
-        heard = []
-        more = {"seed": trainer.config.trainer.seed, "plan": plan}
-        hear = lambda done, total, heard=heard: heard.append((done, total))  # noqa: E731
-        group = trace_group(session, asked[0], **more, on_progress=hear)
-        finals = policy.decode(rollout.finals.flatten(0, 1))
-        assert near(group.finals.flatten(0, 1), finals)
+        hear = Mock()
+        own = {"seed": trainer.config.trainer.seed, "plan": plan}
+        group = trace_group(session, prompt, **own, on_progress=hear)
+        assert near(group.finals.flatten(0, 1), policy.decode(rollout.finals.flatten(0, 1)))
         assert near(group.noised, policy.decode(rollout.transitions[-1].x_next))
         rewards = sampled.rewards[plan]
         torch.testing.assert_close(group.rewards, rewards, **DRAWN, equal_nan=True)
-        own = trainer.algorithm.advantages(group.rewards[None], trainer.reward_weights)[0]
-        assert torch.equal(group.advantages, own)
-        assert heard[-1][0] == heard[-1][1]  # what was announced is what was needed
-    tuned = trace_group(session, asked[0], **more, tuned=True)
+        advantages = trainer.algorithm.advantages(group.rewards[None], trainer.reward_weights)
+        assert torch.equal(group.advantages, advantages[0])
+        done, total = hear.call_args.args
+        assert done == total  # what was announced is what was needed
+    tuned = trace_group(session, prompt, **own, tuned=True)
     assert (tuned.finals / 255 - group.finals / 255).abs().max() > 0.01
 
 
@@ -297,11 +287,6 @@ def test_every_algorithm_with_stochastic_steps_has_a_group_of_the_plans_of_its_s
     assert html.count("<li") == 3 + 8 * shared and ("No anchor" in html) != shared
 
 
-@pytest.fixture(scope="module")
-def of_testbed(testbed):
-    return trace_group(testbed, "two blue squares", seed=1)
-
-
 @pytest.mark.parametrize(
     ("scores", "marks"),
     [
@@ -311,14 +296,14 @@ def of_testbed(testbed):
     ],
     ids=["all differ", "ties", "silent"],
 )
-def test_members_are_ranked_and_the_ends_are_marked(testbed, of_testbed, scores, marks):
-    rewards = torch.tensor(scores).expand_as(of_testbed.rewards)
+def test_members_are_ranked_and_the_ends_are_marked(testbed, scores, marks):
+    group = trace_group(testbed, "two blue squares", seed=1)
+    rewards = torch.tensor(scores).expand_as(group.rewards)
     advantages = testbed.config.algorithm.advantages(rewards[None], testbed.weights)[0]
-    html = trace_html(replace(of_testbed, rewards=rewards, advantages=advantages))
+    html = trace_html(replace(group, rewards=rewards, advantages=advantages))
     cards = re.findall(r'<li class="(?:g2-(\w+))?">\n<header><span>member (\d+)', html)
-    assert [mark for mark, _ in cards] == marks
     order = sorted(range(12), key=lambda member: -scores[member])
-    assert [int(number) - 1 for _, number in cards] == order
+    assert cards == [(mark, str(member + 1)) for mark, member in zip(marks, order, strict=True)]
     told = re.findall(r"<dt>advantage</dt><dd[^>]*><b>([^<]*)", html)
     # two decimals are written
     expected = pytest.approx(advantages[order].tolist(), abs=0.005)
@@ -337,84 +322,65 @@ def test_a_group_without_a_score_says_so_and_has_no_best(testbed):
 # --- what it opens with, and the command ----------------------------------------------------------
 
 
-def values(scores, right=None):
+def values(right=None, **scores):
     """Scores by reward, and verdicts."""
-    every = scores if right is None else {**scores, RIGHT: right}
-    return {
-        name: torch.tensor([math.nan if one is None else float(one) for one in own])
-        for name, own in every.items()
-    }
+    every = {**scores, **({} if right is None else {RIGHT: right})}
+    return {name: torch.tensor(own, dtype=torch.float32) for name, own in every.items()}
 
 
-@pytest.mark.parametrize(
-    ("base", "tuned", "number", "rule"),
-    [
-        (
-            *([0, 1, 0, 0, 1], [0, 1, 1, 1, 0], 2),
-            "the first of the 2 held-out prompts (of 5) that the base model draws wrong",
-        ),
-        (
-            *([None, 0, 0, 1, 1], [1, None, 0, 1, 1], 0),
-            "the first of 5 held-out prompts: there is none that the base",
-        ),
-        ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; 2 became wrong."),
-    ],
-)
+OPENINGS = """
+0 1 0 0 1 -> 0 1 1 1 0 -> 2 -> the first of the 2 held-out prompts (of 5) that the base model draws wrong
+nan 0 0 1 1 -> 1 nan 0 1 1 -> 0 -> the first of 5 held-out prompts: there is none that the base
+1 1 1 1 0 -> 0 0 1 1 1 -> 4 -> the tuned one right; 2 became wrong.
+"""
+
+
+@pytest.mark.parametrize(("base", "tuned", "number", "rule"), rows(OPENINGS))
 def test_the_demo_opens_on_the_first_prompt_that_became_right(base, tuned, number, rule):
-    chosen, said = opening(values({"a": [0.0] * 5}, base), values({"a": [0.0] * 5}, tuned), ["a"])
-    assert chosen == number and said.startswith("This opens on ") and rule in said
+    scored = [values([*map(float, of.split())], a=[0.0] * 5) for of in (base, tuned)]
+    chosen, said = opening(*scored, ["a"])
+    assert str(chosen) == number and said.startswith("This opens on ") and rule in said
 
 
-def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
-    base = values({"a": [0.0, 0, 0, 0], "b": [5.0, 5, 5, 5], "judge": [1.0, 1, 1, 1]})
-    tuned = values({"a": [1.0, None, 0.1, 0.2], "b": [4.0, 6, 5.1, 6], "judge": [2.0, 2, 0, 0]})
+def test_without_right_and_wrong_it_opens_where_every_trained_score_rose(run, tmp_path):
+    base = values(a=[0, 0, 0, 0], b=[5, 5, 5, 5], judge=[1, 1, 1, 1])
+    tuned = values(a=[1, math.nan, 0.1, 0.2], b=[4, 6, 5.1, 6], judge=[2, 2, 0, 0])
     number, said = opening(base, tuned, ["a", "b"])
     assert number == 2 and said.endswith("on which training raised a and b; none fell.")
+    copy = Run(shutil.copytree(run.path, tmp_path / "copy"))
+    shutil.rmtree(copy.path / "scores")
+    assert opening_of(read_runs([copy.path])[0]) == FIRST_PROMPT
 
 
-def test_a_run_without_scores_opens_on_its_first_prompt(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run.path, copy)
-    shutil.rmtree(copy / "scores")
-    assert opening_of(read_runs([copy])[0]) == FIRST_PROMPT
+REFUSED = """
+--host 127.0.0.1 -> name a run, or a pipeline with --model
+runs/one MODEL -> name a run, or a pipeline with --model
+nowhere -> nowhere is no run directory
+begun -> has no weights yet
+runs/one --rewards brightness -> --rewards is for --model
+MODEL --guidance -1 -> guidance_scale: input should be greater than or equal to 0
+--model /no/such -> /no/such: is no directory
+MODEL --rewards brigthness -> Did you mean 'brightness'?
+MODEL --rewards bad.yaml -> rewards.brightness.wieght
+MODEL --host 0.0.0.0 -> without a token
+MODEL --token-env BLANK -> is not set
+MODEL -> cannot serve on 127.0.0.1:
+MODEL --weights /no/such -> /no/such: is no folder and no .safetensors file
+"""
 
 
-def test_a_model_alone_is_named_for_outsiders():
-    alone = what_it_is(config_of_model("testbed", None, 3.5, None), "as it is")
-    assert alone == "The tiny FLUX that comes with g2rpo, as it is."
-
-
-TESTBED = ["--model", "testbed"]
-REFUSED = [
-    ([], "name a run, or a pipeline with --model"),
-    (["runs/one", *TESTBED], "name a run, or a pipeline with --model"),
-    (["nowhere"], "nowhere is no run directory"),
-    (["begun"], "has no weights yet"),
-    (["runs/one", "--rewards", "brightness"], "--rewards is for --model"),
-    ([*TESTBED, "--guidance", "-1"], "guidance_scale: input should be greater than or equal to 0"),
-    (["--model", "/no/such"], "/no/such: is no directory"),
-    ([*TESTBED, "--rewards", "brigthness"], "Did you mean 'brightness'?"),
-    ([*TESTBED, "--rewards", "bad.yaml"], "rewards.brightness.wieght"),
-    ([*TESTBED, "--host", "0.0.0.0"], "without a token"),
-    ([*TESTBED, "--token-env", "BLANK"], "is not set"),
-    (TESTBED, "cannot serve on 127.0.0.1:"),
-    ([*TESTBED, "--weights", "/no/such"], "/no/such: is no folder and no .safetensors file"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+@pytest.mark.parametrize(("words", "message"), rows(REFUSED))
 def test_wrong_input_is_one_message_before_anything_is_loaded(
-    capsys, run, tmp_path, monkeypatch, arguments, message
+    refuses, run, tmp_path, monkeypatch, words, message
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLANK", " \n")
     monkeypatch.setattr("g2rpo.lab.demo.command.open_model", lambda *asked: pytest.fail("loaded"))
     (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
     (tmp_path / "begun").mkdir()
     shutil.copy(run.config, tmp_path / "begun")
+    words = words.replace("MODEL", "--model testbed")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert message in refused(capsys, "demo", *arguments, "--port", port)
+        assert message in refuses(f"demo {words} --port {taken.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(
