@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import percent
 from g2rpo.lab.export import EXPORT_FORMATS, merge
@@ -23,17 +24,13 @@ from g2rpo.train.run.checkpoint import save_checkpoint
 from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused, write_tiny
 from tests.support.policies import moved
+from tests.support.tables import rows
 from tests.support.tiny import save_flux
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.tolerances import rounding
 from tests.support.variants import few
 
 ADAPTER = "pytorch_lora_weights.safetensors"
-
-
-def tuned(config, size):
-    """The policy that a run of `config` trains, moved away from its base by random numbers."""
-    return moved(load.build_policy(config.policy), size)
 
 
 def weights_of(policy):
@@ -54,11 +51,10 @@ def equal(one, other):
 
 def begun(folder, pipeline, *overrides):
     """A run directory with a config, as training begins one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = load_config(str(write_tiny(folder, pipeline)), overrides)
     run = folder / "run"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text(write_tiny(folder, pipeline).read_text())
-    config = Run(run).read_config(overrides)
-    (run / "config.yaml").write_text(config.to_yaml())
+    Run(run).claim(config)
     return run, config
 
 
@@ -66,7 +62,7 @@ def finished(folder, pipeline, *overrides, size=0.3):
     """A run that has finished, with checkpoints of the same weights and of older ones; the run, and
     its policy."""
     run, config = begun(folder, pipeline, *overrides)
-    policy = tuned(config, size)
+    policy = moved(load.build_policy(config.policy), size)
     policy.save(run / ("adapter" if config.policy.tuning == "lora" else "transformer"))
     keep(run, 1, nothing(weights_of(policy)))
     keep(run, 2, weights_of(policy))
@@ -117,22 +113,15 @@ def test_merged_weights_have_the_dtype_of_the_base_and_what_rounding_costs_is_sa
     adapter = read_adapter(run / "adapter" / ADAPTER)
     lost = trained = 0.0
     for name, before in base.items():
-        module = name.removesuffix(".weight")
-        change = (
-            adapter.delta(module).double() if module in adapter.layers and name != module else 0
-        )
-        exact = before.double() + change
+        module, _, kind = name.rpartition(".")
+        tuned = kind == "weight" and module in adapter.layers
+        exact = before.double() + (adapter.delta(module).double() if tuned else 0)
         assert torch.equal(stored[name], exact.float().to(torch.bfloat16)), name
         lost += float((stored[name].double() - exact).square().sum())
         trained += float((exact - before.double()).square().sum())
-    assert (
-        f"stored in bfloat16: rounding moves weights by {percent((lost / trained) ** 0.5, 2)} of what training did"
-        in out
-    )
-    headers = [safe_open(path, "pt") for path in (run / "export" / "merged").glob("*.safetensors")]
-    assert len(headers) > 1 and all(
-        h.get_tensor(next(iter(h.keys()))).dtype == torch.bfloat16 for h in headers
-    )
+    share = percent((lost / trained) ** 0.5, 2)
+    assert f"stored in bfloat16: rounding moves weights by {share} of what training did" in out
+    assert len([*(run / "export" / "merged").glob("*.safetensors")]) > 1
 
 
 def test_the_average_of_a_checkpoint_is_what_is_exported_and_best_is_the_best_evaluations(
@@ -181,11 +170,6 @@ def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapt
         assert keys == {known.key(name.removesuffix(".weight")) for name in changed}
 
 
-def metadata(file):
-    with safe_open(file, "pt") as opened:
-        return opened.metadata()
-
-
 @pytest.mark.slow
 def test_a_trained_adapter_says_what_it_is_and_equal_runs_write_equal_bytes(
     tiny_config, tmp_path, capsys
@@ -194,20 +178,21 @@ def test_a_trained_adapter_says_what_it_is_and_equal_runs_write_equal_bytes(
     for run in runs:
         overrides = ("trainer.iterations=1", "policy.lora_alpha=8")
         done(capsys, "train", tiny_config, *overrides, "--run-dir", run)
-    pairs = [[run / "adapter" / ADAPTER for run in runs], [api.export(r, "comfyui") for r in runs]]
-    for one, other in pairs:
+    expected = {
+        "lora_alpha": "8",
+        "version": __version__,
+        "transformer": "FluxTransformer2DModel",
+        "base_model": "flux",
+        "algorithm": "G²RPO",
+        "rewards": '{"scene_accuracy": 1.0}',
+    }
+    for write in (lambda run: run / "adapter" / ADAPTER, lambda run: api.export(run, "comfyui")):
+        one, other = map(write, runs)
         assert one.read_bytes() == other.read_bytes()
-        said = metadata(one)
+        with safe_open(one, "pt") as opened:
+            said = opened.metadata()
         # alpha / rank = 4 is in the weights
         assert said["ss_network_dim"] == said["ss_network_alpha"] == "2"
-        expected = {
-            "lora_alpha": "8",
-            "version": __version__,
-            "transformer": "FluxTransformer2DModel",
-            "base_model": "flux",
-            "algorithm": "G²RPO",
-            "rewards": '{"scene_accuracy": 1.0}',
-        }
         assert {name: said[f"g2rpo.{name}"] for name in expected} == expected
         assert not any("tmp" in text or "trigger" in key for key, text in said.items())
     done(capsys, "export", runs[0], "--format", "diffusers")
@@ -228,57 +213,44 @@ def test_a_card_goes_with_the_weights_that_it_describes_alone(sd3_directory, tmp
     assert has_card(begin, True)  # continues none, so this is the whole
 
 
-def test_modelspec_is_there_for_architectures_that_have_a_name(tmp_path, flux_directory):
-    _, config = begun(tmp_path / "a", flux_directory)
-    assert not any(key.startswith("modelspec") for key in header_of(config, 1))
+def test_modelspec_is_there_for_architectures_that_have_a_name(flux_directory):
     name = "black-forest-labs/FLUX.1-dev"
-    named = config.policy.model_copy(update={"path": name})
-    header = header_of(config.model_copy(update={"policy": named}), 1)
-    expected = {
-        "sai_model_spec": "1.0.1",
-        "architecture": "flux-1-dev/lora",
-        "implementation": "diffusers",
-        "title": f"{name} tuned with G²RPO",
-    }
-    assert {key: header[f"modelspec.{key}"] for key in expected} == expected
+    own, named = (load_config("scenes", [f"policy.path={path}"]) for path in (flux_directory, name))
+    assert not any(key.startswith("modelspec") for key in header_of(own, 1))
+    header = header_of(named, 1)
+    assert header["modelspec.architecture"] == "flux-1-dev/lora"
+    assert header["modelspec.title"] == f"{name} tuned with G²RPO"
 
 
-UNKNOWN = [
-    ("confyui", "", "confyui"),
-    ("diffusers", "", "has no weights yet"),
-    ("diffusers", "3", "keeps none; or say last or best"),
-]
-UNFINISHED = [
-    ("diffusers", "", "goes on, --checkpoint last exports what it has (kept: 1, 2)"),
-    ("diffusers", "3", "keeps 1, 2; or say last or best"),
-    ("diffusers", "best", "no evaluation was better than the base's"),
-    ("diffusers", "2", "does not fit"),
-    ("comfyui", "1 --out x", "ComfyUI's models/loras"),
-]
+UNKNOWN = """
+confyui -> confyui
+diffusers -> has no weights yet
+diffusers --checkpoint 3 -> keeps none; or say last or best
+"""
+UNFINISHED = """
+diffusers -> goes on, --checkpoint last exports what it has (kept: 1, 2)
+diffusers --checkpoint 3 -> keeps 1, 2; or say last or best
+diffusers --checkpoint best -> no evaluation was better than the base's
+diffusers --checkpoint 2 -> does not fit
+comfyui --checkpoint 1 --out x -> ComfyUI's models/loras
+"""
 
 
-def test_what_cannot_be_exported_is_said_in_one_message(
-    flux_directory, tmp_path, capsys, monkeypatch
-):
+def test_what_cannot_be_exported_is_said_in_one_message(flux_directory, tmp_path, refuses, says):
     run, config = begun(tmp_path / "a", flux_directory, *LORA)
-    monkeypatch.chdir(tmp_path)
-
-    def refusal(format, more="", command=refused, folder=run):
-        checkpoint = f"--checkpoint {more}".split() if more else []
-        return command(capsys, "export", folder, "--format", format, *checkpoint)
-
-    assert str(tmp_path) in refusal("merged", folder=tmp_path)
-    for format, more, words in UNKNOWN:
-        assert words in refusal(format, more)
-    weights = weights_of(tuned(config, 0.1))
+    assert str(tmp_path) in refuses(f"export {tmp_path} --format merged")
+    for words, said in rows(UNKNOWN):
+        assert said in refuses(f"export {run} --format {words}")
+    weights = weights_of(load.build_policy(config.policy))
     keep(run, 1, weights)
     keep(run, 2, weights[1:])
-    for format, more, words in UNFINISHED:
-        assert words in refusal(format, more)
+    for words, said in rows(UNFINISHED):
+        assert said in refuses(f"export {run} --format {words}")
     assert not (run / "export").exists()
-    for format, out in (("comfyui", "1 --out x.safetensors"), ("merged", "1 --out x")):
-        refusal(format, out, command=done)
-        assert "exists; name another --out" in refusal(format, out)
+    for format, out in (("comfyui", "x.safetensors"), ("merged", "x")):
+        command = f"export {run} --format {format} --checkpoint 1 --out {out}"
+        says(command)
+        assert "exists; name another --out" in refuses(command)
 
 
 @pytest.mark.parametrize(
@@ -310,10 +282,9 @@ def test_a_refusal_names_all_formats_that_work_and_no_other(flux_directory, tmp_
 def test_a_base_whose_config_alone_is_in_the_hubs_cache_is_downloaded(tmp_path, monkeypatch):
     """Plans and checkpoints fetch no more of it."""
     config = PolicyConfig(path="me/mine", height=32, width=32)
-    (tmp_path / "config.json").write_text("{}")
-    asked = {"cached": tmp_path / "config.json", "obstacle": "cannot be reached"}
-    for name, answer in asked.items():
-        monkeypatch.setattr(hub, name, lambda *given, answer=answer: answer)
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(hub, "cached", lambda *given: tmp_path / "config.json")
+    monkeypatch.setattr(hub, "obstacle", lambda *given: "cannot be reached")
     monkeypatch.setattr("g2rpo.lab.tuned_weights.location_of", lambda name: (name, "X"))
     with pytest.raises(UserError, match="its transformer is needed, and it cannot be reached"):
         transformer_folder(config)
