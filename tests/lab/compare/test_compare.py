@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.read import load_config
@@ -26,7 +27,7 @@ from g2rpo.rollout.planning import count_trained
 from g2rpo.train.run.folder import Run
 from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
-from tests.support.commands import done, g2rpo, refused
+from tests.support.commands import adapter_of, done, g2rpo, own_reward, refused
 from tests.support.runs import fits, trainer
 from tests.support.tables import rows
 from tests.support.variants import few
@@ -40,17 +41,11 @@ OF_EACH_KIND = (
 
 def test_cells_that_spend_other_evaluations_are_named_with_the_budget_that_makes_them_alike():
     """Twice as many members take twice the evaluations; half of the iterations make up for it."""
-    configs = {
-        name: load_config("scenes", [f"algorithm.group_size={size}"])
-        for name, size in (("few", 6), ("many", 12))
-    }
-    told = unequal_work(configs, {"few": 4, "many": 4})
+    few, many = (load_config("scenes", [f"algorithm.group_size={size}"]) for size in (6, 12))
+    told = unequal_work({"few": few, "many": many}, {"few": 4, "many": 4})
     least = work_of_run(load_config("scenes", ["algorithm.group_size=6", "trainer.iterations=4"]))
     assert f"few {least:,} (1.0), many " in told and f"--budget evaluations={least} " in told
-    assert (
-        unequal_work({"few": configs["few"], "other": configs["few"]}, {"few": 4, "other": 4})
-        is None
-    )
+    assert unequal_work({"few": few, "other": few}, {"few": 4, "other": 4}) is None
 
 
 @pytest.mark.parametrize("name", few(ALGORITHMS, OF_EACH_KIND.__contains__))
@@ -70,12 +65,10 @@ def test_work_is_what_a_run_does(tmp_path, name):
         spent = evaluations + 3 * trained + base
         assert work(t.config, iteration) == work(t.config, iteration, evaluations) == spent
         worked += spent
-    planned = count(t.config, 3)
-    assert (
-        work_of_run(t.config)
-        == worked
-        == planned.total(lambda it: it.evaluations + 3 * it.training_rows + it.reference_rows)
+    planned = count(t.config, 3).total(
+        lambda it: it.evaluations + 3 * it.training_rows + it.reference_rows
     )
+    assert work_of_run(t.config) == worked == planned
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])
@@ -197,11 +190,6 @@ def accuracy(out, side, steps):
     return np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == steps])
 
 
-def adapter(run):
-    (weights,) = (run / "adapter").glob("*.safetensors")
-    return weights.read_bytes()
-
-
 def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config):
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", ONE, "--steps", "2,4", "--jobs", "2"]
@@ -212,25 +200,23 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     assert "95 % intervals over prompts; other seeds may differ." in shown
     assert (out / "curves.png").is_file()
 
-    written = [*out.rglob("pictures.jsonl")]
-    times, before = (
-        [path.stat().st_mtime_ns for path in written],
-        (out / "results.json").read_bytes(),
-    )
+    def written():
+        kept = {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")}
+        return kept, (out / "results.json").read_bytes()
+
+    before = written()
     done(capsys, *asked)  # nothing is left to do
-    assert [path.stat().st_mtime_ns for path in written] == times
-    assert (out / "results.json").read_bytes() == before
+    assert written() == before
 
     # as if interrupted before its weights were written: they are the last checkpoint's
-    cut = out / "runs/one/seed_42"
-    content = adapter(cut)
-    shutil.rmtree(cut / "adapter")
+    cut = Run(out / "runs/one/seed_42")
+    content = adapter_of(cut.path)
+    shutil.rmtree(cut.path / "adapter")
     shown = " ".join(done(capsys, *asked, *mix, "--controls").split())
-    assert adapter(cut) == content
-    assert (
-        "iterations are done; base and tuned are compared again"
-        in (out / "runs/one/seed_42.log").read_text()
-    )
+    again = adapter_of(cut.path)
+    assert all(torch.equal(again[name], value) for name, value in content.items())
+    said = "iterations are done; base and tuned are compared again"
+    assert said in (out / "runs/one/seed_42.log").read_text()
 
     results = json.loads((out / "results.json").read_text())
     assert list(results["spent"]) == ["one", "mix"]
@@ -238,8 +224,7 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
         config = Run(out / "runs" / cell / "seed_42").read_config()
         spent, iterations = results["spent"][cell], config.trainer.iterations
         assert iterations == spent["iterations"] == iterations_within(config, budget)
-        total = sum(work(config, iteration) for iteration in range(iterations))
-        assert spent["evaluations"] == total <= budget
+        assert spent["evaluations"] == work_of_run(config) <= budget
 
     (line,) = [row for row in results["judged"] if (row["cell"], row["steps"]) == ("mix", 4)]
     before, after = (accuracy(out, side, 4) for side in ("base", "mix/seed_42"))
@@ -274,9 +259,8 @@ def test_a_study_with_a_file_that_was_cut_in_half_goes_on_or_names_it(
     paths = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
     one_of_each_kind = {path.suffix + path.name[:4]: path for path in paths}
     codes = set()
-    for number, path in enumerate(one_of_each_kind.values()):
-        out = tmp_path / f"study_{number}"
-        shutil.copytree(whole, out)
+    for path in one_of_each_kind.values():
+        out = shutil.copytree(whole, tmp_path / str(len(codes)), dirs_exist_ok=True)
         cut = out / path.relative_to(whole)
         cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
         code, _, err = g2rpo(capsys, *asked, out)
@@ -286,6 +270,7 @@ def test_a_study_with_a_file_that_was_cut_in_half_goes_on_or_names_it(
             assert (out / "results.json").read_bytes() == results, path
         else:
             assert path.name in err or str(cut.parent) in err, (path, err)
+        shutil.rmtree(out)
     assert {0, 2} <= codes
 
 
@@ -305,14 +290,11 @@ def test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said(
 ):
     """An exception, and a process that is killed, as the kernel does for want of memory: with
     groups of 7 and of 5."""
-    mine, out = tmp_path / "mine.py", tmp_path / "study"
-    mine.write_text(FAILING)
-    asked = ["compare", tiny_config, "--plugin", mine, "algorithm.granularities=[1]"]
-    asked.append(f"rewards.mine={{kind: function, options: {{target: {mine}:it}}}}")
-    asked += ["--seeds", "1", "--budget", "iterations=1", "--out", out]
+    out, words = tmp_path / "study", own_reward(tmp_path / "mine.py", FAILING)[1:]
+    words += ["algorithm.granularities=[1]", "--seeds", "1", "--budget", "iterations=1"]
     for size in (7, 5, 3):
-        asked += ["--cell", f"of-{size}: algorithm.group_size={size}"]
-    code, _, said = g2rpo(capsys, *asked)
+        words += ["--cell", f"of-{size}: algorithm.group_size={size}"]
+    code, _, said = g2rpo(capsys, "compare", tiny_config, *words, "--out", out)
     assert code == 1, said
     assert re.search(r"(?s)of-7, seed 42 failed \(exit code 1\).*no such judge", said)
     assert "of-5, seed 42 failed (exit code -9)" in said
