@@ -32,11 +32,16 @@ def nothing(images, prompts):
 
 @contextmanager
 def begun(run_dir, *overrides, judges=None, **more):
+    words = """rewards.clicks={kind: pairs}
+        algorithm.group_size=12
+        sampling.num_steps=4
+        evaluation.num_prompts=3
+        trainer.iterations=1000
+        trainer.prompts_per_iteration=2"""
     made = trainer(
         run_dir,
         *(own for own in TEACH_OVERRIDES if not own.startswith("rewards.")),
-        *("rewards.clicks={kind: pairs}", "algorithm.group_size=12", "sampling.num_steps=6"),
-        *("evaluation.num_prompts=3", "trainer.iterations=1000", "trainer.prompts_per_iteration=2"),
+        *map(str.strip, words.splitlines()),
         *overrides,
         policy=GaussianPolicy(size=8),
         rewards={"clicks": Pairs(), "bright": brightness},
@@ -53,14 +58,10 @@ def far(monkeypatch):
     monkeypatch.setattr(sessions, "AIMED_RISE", 1e9)
 
 
-def likes(score, images):
-    return (int(score(images, []).argmax()),)
-
-
 def teach(s, rounds, score=redness):
     """Answers with the picture of the highest score."""
     for _ in range(rounds):
-        s.answer(likes(score, s.group.images), round=s.asked)
+        s.answer((int(score(s.group.images).argmax()),), round=s.asked)
     return s
 
 
@@ -196,17 +197,20 @@ def test_learning_pauses_where_it_was_to_go(tmp_path, monkeypatch):
 
 def test_wrong_answers_are_refused_and_not_written(tmp_path):
     refused = [
-        (lambda s: s.answer((0,), round=1), "is not the one that is asked"),
-        (lambda s: s.answer((0,), round=0, digest="0" * 16), "has other pictures by now"),
-        (lambda s: s.answer((12,), round=0), "names some of the 12 pictures"),
-        (lambda s: s.answer((-1,), round=0), "names some of the 12 pictures"),
-        (lambda s: s.answer(range(12), round=0), "not all of them"),
+        ((0,), {"round": 1}, "is not the one that is asked"),
+        ((0,), {"round": 0, "digest": "0" * 16}, "has other pictures by now"),
+        ((12,), {"round": 0}, "names some of the 12 pictures"),
+        ((-1,), {"round": 0}, "names some of the 12 pictures"),
+        (range(12), {"round": 0}, "not all of them"),
     ]
     with begun(tmp_path) as s:
-        for act, said in refused:
+        for liked, of, said in refused:
             with pytest.raises(UserError, match=said):
-                act(s)
+                s.answer(liked, **of)
         assert rounds.read_votes(tmp_path / "votes.jsonl") == []
+        t = s.trainer
+        first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, rounds.MOST_PROMPTS)
+        assert s.group.prompt in first  # those that training begins with
 
 
 def test_what_changed_is_first_what_became_right(tmp_path):
@@ -248,6 +252,10 @@ def test_the_config_of_a_session_is_taught_as_it_is_and_not_trained(tmp_path):
     assert teach_config(str(tmp_path / "config.yaml"), [], print).rewards == config.rewards
     with pytest.raises(UserError, match=r"rewards.clicks.options.path: names no pairs"):
         train(str(tmp_path / "config.yaml"), [], tmp_path / "other")
+    with pytest.raises(UserError, match="was not begun by g2rpo teach"), opened(str(tmp_path)):
+        pass
+    with pytest.raises(UserError, match="algorithm.name=g2rpo and a reward clicks of the kind"):
+        Session(trainer=trainer(None))
 
 
 def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path, monkeypatch):
@@ -260,22 +268,3 @@ def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path, monkeypat
 
         monkeypatch.setattr(s._drawn, "pictures", drawn)
         assert s._drawn.draw(5).prompt == wide
-
-
-@pytest.mark.parametrize("name", ["mixgrpo", "g2rpo"])
-def test_a_trainer_of_another_run_is_refused(name):
-    with pytest.raises(UserError, match="algorithm.name=g2rpo and a reward clicks of the kind"):
-        Session(trainer=trainer(None, f"algorithm.name={name}"))
-
-
-def test_a_run_that_teach_did_not_begin_is_refused(tmp_path):
-    Run(tmp_path).claim(teach_config("words", [], print))
-    with pytest.raises(UserError, match="was not begun by g2rpo teach"), opened(str(tmp_path)):
-        pass
-
-
-def test_prompts_are_drawn_from_the_first_that_training_begins_with(tmp_path):
-    with begun(tmp_path) as s:
-        t = s.trainer
-        first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, rounds.MOST_PROMPTS)
-        assert s.group.prompt in first

@@ -11,16 +11,14 @@ from tests.support.ports import free_port
 from tests.support.processes import Forked
 from tests.support.waiting import PATIENCE_S, until
 
-SHORT = [
-    *("sampling.num_steps=4", "algorithm.group_size=4", "algorithm.branch_steps=[0,1]"),
-    "evaluation.num_prompts=3",
-]
+SHORT = """scenes-fast sampling.num_steps=4 algorithm.group_size=4 algorithm.branch_steps=[0,1]
+    evaluation.num_prompts=3"""
 
 
 def test_a_session_by_mouse_keyboard_and_phone(tmp_path, browser):
     """From the first group to the files of a finished run; the console held no error."""
     run, port, log, errors = (tmp_path / "run", free_port(), tmp_path / "log", tmp_path / "errors")
-    command = [sys.executable, "-P", "-m", "g2rpo", "teach", "scenes-fast", *SHORT]
+    command = [*(sys.executable, "-P", "-m", "g2rpo", "teach"), *SHORT.split()]
     command += ["--run-dir", str(run), "--port", str(port)]
     with log.open("wb") as out, errors.open("wb") as err:
         process = Forked(command, stdout=out, stderr=err, env=dict(os.environ))
