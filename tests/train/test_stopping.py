@@ -23,7 +23,6 @@ from g2rpo.core.process import EXIT_CODES, NOTHING_KEPT, stopped_by
 from g2rpo.core.stopping import Stopping, stoppable
 from g2rpo.lab.compare import jobs
 from g2rpo.lab.compare.jobs import Job, working
-from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train import checks
 from g2rpo.train.run.checkpoint import newest_iteration
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
@@ -128,21 +127,6 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     assert all(torch.equal(one[name], two[name]) for name in two)
 
 
-class Slow(GaussianPolicy):
-    """Is asked to stop at the third network call of the evaluation after an iteration."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.calls = at, 0
-
-    def velocity(self, x, sigma, cond):
-        evaluating = len(x) == len(cond) == 3 and not x.requires_grad
-        if evaluating and self.trainer.iteration == self.at:
-            self.calls += 1
-            self.trainer.stopping = self.calls == 3
-        return super().velocity(x, sigma, cond)
-
-
 @pytest.mark.parametrize("number", EXIT_CODES)
 def test_a_signal_while_a_run_starts_leaves_nothing_behind(
     capsys, tmp_path, flux_directory, number
@@ -195,26 +179,23 @@ with stoppable("here"):
 
 
 @pytest.mark.slow  # starts a process
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_run_whose_terminal_is_closed_saves(tmp_path, flux_directory, ignored):
-    """As a lost connection does; `nohup` ignores it, and the run comes to its end."""
+def test_a_run_whose_terminal_is_closed_saves(tmp_path, flux_directory):
+    """As a lost connection does."""
     source = REWARD.replace("    return", "    __import__('time').sleep(0.5)\n    return")
     words = [str(word) for word in training(tmp_path, flux_directory, source)]
     here, there = os.openpty()
 
     def begin():
         fcntl.ioctl(there, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     command = [sys.executable, "-m", "g2rpo", *words]
-    output = subprocess.DEVNULL if ignored else there
-    streams = {"stdin": there, "stdout": output, "stderr": output}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), there)
     with subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=begin) as process:
         os.close(there)
         until(lambda: (tmp_path / "calls").exists() or process.poll() is not None)
         os.close(here)
-    assert process.returncode == (0 if ignored else 75)
-    assert (newest_iteration(tmp_path / "run" / "checkpoints") == 2) == ignored
+    assert process.returncode == 75
+    assert newest_iteration(tmp_path / "run" / "checkpoints") < 2
 
 
 def test_a_run_whose_output_nobody_reads_any_more_saves(tmp_path, flux_directory):
@@ -236,11 +217,17 @@ def test_a_run_whose_output_nobody_reads_any_more_saves(tmp_path, flux_directory
 PRINTING = shlex.join([sys.executable, "-m", "g2rpo", "recipes", "words"])
 
 
+def without_signs_of_life(stderr):
+    """How many there are depends on the machine's load."""
+    return re.sub(r"g2rpo: recipes: still working, \d+ s.*\n", "", stderr)
+
+
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&-", ">/dev/full", ">/dev/full 2>&1"])
 def test_without_a_stream_or_room_for_its_lines_a_command_does_its_work(streams):
     """As services and cron begin commands; nothing that cannot be printed is an error."""
-    done = subprocess.run(["sh", "-c", f"exec {PRINTING} {streams}"], capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
+    line = ["sh", "-c", f"exec {PRINTING} {streams}"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, without_signs_of_life(done.stderr)) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +239,7 @@ def test_a_command_that_nobody_reads_ends_as_by_a_hang_up(before, said):
     line = f"{before}{PRINTING}; echo $? >&2"
     with subprocess.Popen(["sh", "-c", line], stdout=-1, stderr=-1, text=True) as process:
         process.stdout.close()
-        assert process.stderr.read() == said
+        assert without_signs_of_life(process.stderr.read()) == said
 
 
 def test_what_is_opened_without_streams_gets_nothing_that_is_printed(tmp_path):
@@ -273,8 +260,14 @@ with open({str(tmp_path / "file")!r}, "w"):
 def test_a_run_is_stopped_within_an_evaluation_and_goes_on_with_it(tmp_path, at, kept):
     straight = trainer(tmp_path / "straight")
     list(straight.train())
-    t = trainer(tmp_path / "run", policy=Slow(at))
-    t.policy.trainer = t
+    t = trainer(tmp_path / "run")
+    velocity = t.policy.velocity
+
+    def asked_to_stop(x, sigma, cond):
+        t.stopping = len(x) == len(cond) == 3 and t.iteration == at
+        return velocity(x, sigma, cond)
+
+    t.policy.velocity = asked_to_stop
     with pytest.raises(Preempted, match=f"stopped after iteration {at}, as asked"):
         list(t.train())
     assert [row["kind"] for row in log(tmp_path / "run")] == kept
@@ -389,27 +382,21 @@ def test_what_a_reward_does_to_its_pictures_and_prompts_stays_with_it():
     assert [row[f"reward/{name}"] for name in rewards] == [expected] * 3 and expected > 0
 
 
-def swallowing(stopping):
+@pytest.mark.parametrize("after", ["nothing", "an error", "training"])
+def test_a_signal_that_a_library_swallows_is_honoured(after):
     """As an import may: the signal's exception is caught, and at best comes back as another one."""
-    with suppress(BaseException):
-        os.kill(os.getpid(), SIGTERM)
 
+    def swallowing(stopping):
+        with suppress(BaseException):
+            os.kill(os.getpid(), SIGTERM)
+        if after == "an error":
+            raise UserError("the pipeline cannot be loaded")
+        if after == "training":
+            with stopping.after(lambda: None):
+                pytest.fail("training has begun")
 
-def failing(stopping):
-    swallowing(stopping)
-    raise UserError("the pipeline cannot be loaded")
-
-
-def beginning(stopping):
-    swallowing(stopping)
-    with stopping.after(lambda: None):
-        pytest.fail("training has begun")
-
-
-@pytest.mark.parametrize("code", [swallowing, failing, beginning])
-def test_a_signal_that_a_library_swallows_is_honoured(code):
     with pytest.raises(Interrupted, match="here") as stop, stoppable("here") as stopping:
-        code(stopping)
+        swallowing(stopping)
     assert stop.value.exit_code == 75
 
 

@@ -14,39 +14,30 @@ import pytest
 import torch
 
 import g2rpo
-from g2rpo import api
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import write_whole
-from g2rpo.lab.push import push
 from g2rpo.lab.sample import _write_all
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.evaluation.controls import NO_CONTROL
 from g2rpo.train.run.folder import Run
-from tests.cli.test_main import Hub
 from tests.support import ranks
 from tests.support.commands import g2rpo as command
 from tests.support.commands import small_files
-from tests.support.runs import brightness, config, finished, resumed, trainer
+from tests.support.runs import config, finished, resumed, trainer
 from tests.support.variants import few
 
 
-@pytest.mark.slow  # trains the tiny FLUX twice
-def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
-    """The card is about these weights: it goes with them, and comes again."""
-    run, rewards = tmp_path / "run", {"bright": brightness}
-    t = finished(api.trainer(str(tiny_config), run_dir=run, rewards=rewards))
-    card = run / "adapter" / "README.md"
-    assert len(api.sample(run, ["a red circle"])) == 1 and "bright" in card.read_text()
-    push(run, "me/mine", private=True, api=Hub())
+def test_a_card_goes_with_the_weights_that_it_is_about(tmp_path):
+    card = tmp_path / "adapter" / "README.md"
+    t = finished(trainer(tmp_path, "trainer.iterations=1"))
     t.export()
     assert card.is_file()
-    three = ["trainer.iterations=3"]
-    more = api.trainer(str(tiny_config), three, run, rewards=rewards, resume=True)
+    more = resumed(tmp_path, "trainer.iterations=2")
     list(more.train())
     more.export()
     assert not card.exists()
     more.finish()
-    assert card.is_file() and not list(run.rglob(".unfinished*"))
+    assert card.is_file() and not list(tmp_path.rglob(".unfinished*"))
 
 
 @pytest.mark.parametrize("answers", [0, 1])
