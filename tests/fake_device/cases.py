@@ -25,7 +25,9 @@ from g2rpo.train.build import build as built
 from g2rpo.train.evaluation.controls import Control
 from g2rpo.train.run.folder import Run
 from tests.fake_device import device
-from tests.support.runs import smooth
+from tests.support.policies import velocity
+from tests.support.runs import finished, smooth
+from tests.support.watched import flat
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
@@ -75,6 +77,14 @@ def build(world, folder, model, *overrides, **options):
     )
 
 
+def at_peak(call, *arguments):
+    """The result of a call, and the bytes at its peak beyond those that were there before."""
+    standing = torch.fakegpu.memory_allocated()
+    torch.fakegpu.reset_peak_memory_stats()
+    answer = call(*arguments)
+    return answer, torch.fakegpu.max_memory_allocated() - standing
+
+
 def assert_placed(trainer):
     """The transformer and the VAE are on the device; the text encoders, whose prompts are all
     encoded, are not, nor are blocks that live in host memory."""
@@ -99,19 +109,19 @@ def train(world, folder, model, *overrides):
     assert again.resume() == [] and again.iteration == 2
     rows.append(again.iterate())
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows), rows
-    others = sum(
-        torch.fakegpu.memory_allocated(i) for i in range(2) if i != torch.fakegpu.current_device()
-    )
+    other = 1 - torch.fakegpu.current_device()
     return {
         "ratio": max(row["ratio_deviation"] for row in rows),
         "drift": max(row["log_prob_drift"] for row in rows),
         "reward": rows[-1]["reward/brightness"],
-        "halved": rows[-1]["out_of_memory"],
-        "elsewhere": others,
-        "weights": float(
-            sum(p.detach().cpu().double().abs().sum() for p in again.learner.parameters)
-        ),
+        "elsewhere": torch.fakegpu.memory_allocated(other),
+        "weights": weight_of(again),
     }
+
+
+def weight_of(trainer):
+    """The sum of sizes of what is trained."""
+    return float(sum(p.detach().cpu().double().abs().sum() for p in trainer.learner.parameters))
 
 
 def offload(world, folder, model, *overrides):
@@ -126,17 +136,13 @@ def offload(world, folder, model, *overrides):
         torch.fakegpu.reset_peak_memory_stats()
         rows.append(trainer.iterate())
         peaks.append(torch.fakegpu.max_memory_allocated() - standing)
-        policy = trainer.policy
-        question = policy.noise([noise.generator_for(0)]), torch.tensor([0.5], device="fakegpu")
-        with torch.no_grad():
-            answer = policy.velocity(*question, policy.encode(PROMPTS[:1]))
-        told = [
-            {key: row[key] for key in ("loss", "grad_norm", "reward/brightness")} for row in rows
-        ]
+        told = [row[key] for row in rows for key in ("loss", "grad_norm", "reward/brightness")]
+        answer = velocity(trainer.policy, 0.5)
         found.append((told, [answer, *trainer.learner.parameters]))
     (rows, tensors), (own_rows, own) = found
     equal = rows == own_rows and all(map(torch.equal, tensors, own))
-    return equal, peaks[0] - peaks[1], [offloaded_bytes(block) for block in policy.blocks]
+    blocks = [offloaded_bytes(block) for block in trainer.policy.blocks]
+    return equal, peaks[0] - peaks[1], blocks
 
 
 def iterate(world, folder, model, *many):
@@ -161,26 +167,16 @@ def apple(world, folder, recipe, *overrides):
         )
         (folder / place).mkdir()
         trainer = smooth(built(Request(config=settings, run_dir=folder / place, world=world)))
-        begin = [parameter.detach().cpu().clone() for parameter in trainer.learner.parameters]
+        begin = flat(trainer.learner.parameters).cpu()
         with device.OwnFloat64():
             rows = [trainer.iterate() for _ in range(2)]
         assert all(math.isfinite(row["loss"]) for row in rows), rows
         assert "memory_peak" not in rows[0]
-        ends = [parameter.detach().cpu() for parameter in trainer.learner.parameters]
-        moves.append(
-            torch.cat([(end - start).flatten() for start, end in zip(begin, ends, strict=True)])
-        )
+        moves.append(flat(trainer.learner.parameters).cpu() - begin)
     return float((moves[1] - moves[0]).norm() / moves[0].norm())
 
 
-FAULTS = (
-    "a number",
-    "a mask",
-    "conditioning on the host",
-    "many small tensors",
-    "a tensor kept",
-    "float64",
-)
+FAULTS = ("a number", "a mask", "conditioning on the host", "small tensors", "kept", "float64")
 
 
 def count_costs(world, folder, model):
@@ -213,10 +209,10 @@ def count_costs(world, folder, model):
         except RuntimeError as error:
             found[fault] = {"error": str(error)}
             continue
-        if fault == "many small tensors":
+        if fault == "small tensors":
             for _ in range(100):
                 torch.ones(1).to("fakegpu").item()
-        if fault == "a tensor kept":
+        if fault == "kept":
             kept.append(torch.zeros(1, device="fakegpu"))
         found[fault] = {
             "calls": len(inside),
@@ -230,20 +226,15 @@ def count_costs(world, folder, model):
 def run_out(world, folder, model):
     """An iteration for which a third of the memory that it would take is there; returns its row's
     sizes and its prompts'."""
-    large = [
-        f"{key}=64"
-        for key in ("sampling.batch_size", "sampling.decode_batch_size", "trainer.micro_batch_size")
-    ]
-    trainer = build(world, folder, model, *large)
+    sizes = ("sampling.batch_size", "sampling.decode_batch_size", "trainer.micro_batch_size")
+    trainer = build(world, folder, model, *(f"{size}=64" for size in sizes))
     trainer.iterate()
     standing = torch.fakegpu.memory_allocated()
-    torch.fakegpu.reset_peak_memory_stats()
-    trainer.iterate()
-    torch.fakegpu.limit(standing + (torch.fakegpu.max_memory_allocated() - standing) // 3)
+    _, peak = at_peak(trainer.iterate)
+    torch.fakegpu.limit(standing + peak // 3)
     row = trainer.iterate()
     return {
-        key: row[key]
-        for key in ("out_of_memory", "batch_size", "decode_batch_size", "micro_batch_size", "loss")
+        name: row[name] for name in (*(each.partition(".")[2] for each in sizes), "out_of_memory")
     }
 
 
@@ -263,25 +254,21 @@ def encode(world, folder, model, *overrides):
 
 
 def peaks(world, folder, model, *overrides):
-    """Bytes at the peaks of a trainer's second iteration and evaluation; and, beyond what stays, of
+    """Bytes at the peak of a trainer's second evaluation and iteration; and, beyond what stays, of
     a training pass of 4 rows, of a network call of 8, and of decoding 4."""
     settings = config(folder, model, *overrides)
     trainer = build(world, folder, model, *overrides)
-    found = {}
+    found, policy = {}, trainer.policy
 
-    def peak(name, call, *arguments, **options):
-        standing = torch.fakegpu.memory_allocated()
-        torch.fakegpu.reset_peak_memory_stats()
-        answer = call(*arguments, **options)
-        found[name] = torch.fakegpu.max_memory_allocated() - standing
-        found[f"{name} in all"] = torch.fakegpu.max_memory_allocated()
-        return answer
+    def peak(name, call, *arguments):
+        _, found[name] = at_peak(call, *arguments)
 
     trainer.evaluate()
     trainer.iterate()  # now moments are there
-    peak("evaluation", trainer.evaluate)
-    peak("iteration", trainer.iterate)
-    policy = trainer.policy
+    torch.fakegpu.reset_peak_memory_stats()
+    trainer.evaluate()
+    trainer.iterate()
+    found["in all"] = torch.fakegpu.max_memory_allocated()
     shapes = shapes_of(policy, read_blueprint(settings.policy))
     # transformers has another torch.linspace while it loads a model, and torch remembers that one
     torch.utils._device._device_constructors.cache_clear()
@@ -297,13 +284,10 @@ def peaks(world, folder, model, *overrides):
 def use(world, folder, model):
     """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out
     picture's mean from each, and how many models' memory `api.evaluate` takes."""
-    settings = config(folder, model)
     run, prompt = folder / "run", PROMPTS[0]
     trainer = build(world, folder, model)
-    Run(run).claim(settings)
-    list(trainer.train())
-    trainer.finish()
-    trainer.export()
+    Run(run).claim(trainer.config)
+    finished(trainer).export()
     own = trainer.sample([prompt])
 
     places, inner = [], load.Loaded.policy
@@ -313,24 +297,18 @@ def use(world, folder, model):
     sample([prompt], sample_config(run_settings(run), seed=0, batch_size=2), folder / "sampled")
     load.Loaded.policy = inner
     evaluate(run_settings(run), [], folder / "evaluated")
-    standing = torch.fakegpu.memory_allocated()
-    torch.fakegpu.reset_peak_memory_stats()
-    table = api.evaluate(run, trainer.rewards, [prompt])
+    table, peak = at_peak(api.evaluate, run, trainer.rewards, [prompt])
     pipeline = trainer.policy.pipeline
-    peak = (torch.fakegpu.max_memory_allocated() - standing) / (
-        size_of(pipeline.transformer) + size_of(pipeline.vae)
-    )
 
     session = open_model(Run(run).read_config(mention=False), Run(run).weights, print)
-    drawing = draw(
-        session, prompt, seed=0, control=Control(steps=settings.sampling.num_steps, guidance=3.5)
-    )
+    control = Control(steps=trainer.config.sampling.num_steps, guidance=3.5)
+    drawing = draw(session, prompt, seed=0, control=control)
     group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
     assert group.finals.shape[:2] == (2, 3)
     return {
         "trainer": float(own.mean()),
         "api": table["brightness"].tuned,
-        "models": peak,
+        "models": peak / (size_of(pipeline.transformer) + size_of(pipeline.vae)),
         "encoders": [*places, str(session.policy.text.modules[0].device)],
         "demo": drawing.tuned.scores["brightness"],
         "sample": float(api.sample(run, [prompt]).mean()),
@@ -342,19 +320,8 @@ def measure(world, folder, *arguments):
     the device, too."""
     code = 0
     try:
-        first_gpu.main(
-            [
-                "first",
-                *arguments,
-                "--minutes",
-                "60",
-                "--tiny",
-                "--device",
-                "fakegpu",
-                "--out",
-                str(folder),
-            ]
-        )
+        fixed = f"--minutes 60 --tiny --device fakegpu --out {folder}"
+        first_gpu.main(["first", *arguments, *fixed.split()])
     except SystemExit as ended:
         code = ended.code
     (result,) = folder.glob("gpu_*.json")

@@ -14,6 +14,7 @@ from g2rpo.core.plans import Plan
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.tails import Tails
 from tests.support import reference
 from tests.support.tolerances import rounding
 
@@ -154,22 +155,24 @@ def test_sample_is_the_plain_ode():
         y = ode_step(y, v, SIGMAS[step], SIGMAS[step + 1])
     torch.testing.assert_close(engine.sample(x), y, **WALKED)
     assert engine.evaluations == 32
+    fast = make_engine(prompts=2, tails=Tails(forecast=True))  # the option is of rollouts alone
+    torch.testing.assert_close(fast.sample(x), y, **WALKED)
 
 
-@pytest.mark.parametrize(
-    ("plan", "more"),
-    [
-        ((2, 2, ((2, 16),)), {}),
-        ((0, 1, ()), {}),
-        ((0, 1, ((2, 16),)), {}),
-        ((0, 1, ((1, 1, 16),)), {}),
-        ((0, 1, ((1, 16), (1, 15))), {}),
-        ((0, 1, ((1, 16),)), {"common": 0.5}),  # noise in common is of own noise
-        ((0, 1, ((1, 16),)), {"common": 1.1, "shared_noise": False}),
-        ((0, 1, ((1, 16),)), {"baseline": True, "shared_noise": False}),
-        ((0, 16, ((16,),)), {"corrected": True}),  # no score at sigma = 0
-    ],
-)
-def test_impossible_plans_are_refused(plan, more):
-    with pytest.raises(ValueError):
-        Plan(*plan, **more)
+IMPOSSIBLE = [
+    (2, 2, ((2, 16),)),
+    (0, 1, ()),
+    (0, 1, ((2, 16),)),
+    (0, 1, ((1, 1, 16),)),
+    (0, 1, ((1, 16), (1, 15))),
+    (0, 1, ((1, 16),), {"common": 0.5}),  # noise in common is of own noise
+    (0, 1, ((1, 16),), {"common": 1.1, "shared_noise": False}),
+    (0, 1, ((1, 16),), {"baseline": True, "shared_noise": False}),
+    (0, 16, ((16,),), {"corrected": True}),  # no score at sigma = 0
+]
+
+
+def test_impossible_plans_are_refused():
+    for branch, merge, tails, *more in IMPOSSIBLE:
+        with pytest.raises(ValueError):
+            Plan(branch, merge, tails, **(more[0] if more else {}))

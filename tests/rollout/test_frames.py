@@ -9,7 +9,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.rewards import CallableReward, Frames
 from g2rpo.rewards.analytic import FunctionReward
-from g2rpo.rewards.catalogue import RewardConfig, build_rewards, with_frames
+from g2rpo.rewards.catalogue import build_rewards, with_frames
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
 from tests.support.runs import brightness, config
@@ -92,13 +92,10 @@ def test_a_reward_that_answers_for_clips_instead_of_frames_is_named():
 
 
 def test_the_config_names_frames():
-    asked = {"every": 2, "reduce": "min"}
-    reward = build_rewards({"bright": RewardConfig(kind="brightness", frames=asked)})["bright"]
-    assert reward.frames == Frames(2, "min")
-    assert config("rewards.bright.frames.every=3").rewards["bright"].frames == Frames(3, "mean")
-
-
-def test_a_reward_of_whole_clips_has_no_frames_to_choose():
-    asked = RewardConfig(kind="function", frames={"every": 2})
+    """But not of a reward of whole clips."""
+    asked = config("rewards.bright.frames.every=3").rewards["bright"]
+    assert asked.frames == Frames(3, "mean")
+    built = build_rewards({"bright": asked.model_copy(update={"kind": "brightness"})})
+    assert built["bright"].frames == asked.frames
     with pytest.raises(UserError, match=r"rewards\.own\.frames: this reward takes whole clips"):
         with_frames("own", Whole(), asked)

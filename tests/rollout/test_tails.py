@@ -51,12 +51,6 @@ def test_transitions_know_nothing_of_tails(name):
                 assert torch.equal(getattr(mine, field), getattr(other, field))
 
 
-def test_the_plain_sampler_knows_nothing_of_tails():
-    fast, exact = make_engine(tails=Tails(forecast=True)), make_engine()
-    assert torch.equal(fast.sample(fast.initial(noise)), exact.sample(exact.initial(noise)))
-    assert fast.evaluations == 16
-
-
 @pytest.mark.parametrize("name", FAST)
 def test_fast_tails_do_not_depend_on_batch_size_or_row_order(name):
     """Bit for bit on the Gaussian policy: its arithmetic is elementwise, so a row does not know its

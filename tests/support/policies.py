@@ -60,7 +60,7 @@ def moved(policy, size=0.1):
 def question(policy, *sigmas, prompts=PROMPTS):
     """Noise, sigmas and conditioning, of a row for each sigma."""
     x = policy.noise([generator_for(row) for row in range(len(sigmas))])
-    return x, torch.tensor(sigmas), policy.encode(prompts[: len(sigmas)])
+    return x, torch.tensor(sigmas, device=x.device), policy.encode(prompts[: len(sigmas)])
 
 
 @torch.no_grad()

@@ -19,27 +19,20 @@ from transformers import (
     T5EncoderModel,
 )
 
-BLOCKS = {
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-}
+HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
+BLOCKS = {**HEADS, "num_layers": 1, "num_single_layers": 1}
 """Of transformers like FLUX."""
-WORDS = [
-    "<pad>",
-    "<bos>",
-    "</s>",
-    "<unk>",
-    "a",
-    "red",
-    "blue",
-    "circle",
-    "square",
-    "left",
-    "of",
-    "two",
-]
+UNET = {
+    "block_out_channels": (8, 8),
+    "layers_per_block": 1,
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+"""Of VAEs like that of Stable Diffusion."""
+VOCABULARY = "<pad> <bos> </s> <unk> a red blue circle square left of two"
+WORDS = VOCABULARY.split()
 
 
 def tokenizer(length):
@@ -60,20 +53,9 @@ def tokenizer(length):
     )
 
 
-def tiny_vae(channels=4, **changes):
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        layers_per_block=1,
-        latent_channels=channels,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=0.7,
-        shift_factor=0.1,
-        **changes,
-    )
+def tiny_vae(channels=4):
+    scale = {"scaling_factor": 0.7, "shift_factor": 0.1}
+    return AutoencoderKL(**UNET, **scale, norm_num_groups=4, latent_channels=channels)
 
 
 def clip_config(width, layers=1):
@@ -97,7 +79,7 @@ def tiny_t5(width):
     )
 
 
-def flux_pipeline(seed=0, guidance_embeds=True):
+def flux_pipeline(seed=0):
     """A random FLUX of 0.1 M parameters for 32x32 pictures."""
     torch.manual_seed(seed)
     transformer = FluxTransformer2DModel(
@@ -105,7 +87,7 @@ def flux_pipeline(seed=0, guidance_embeds=True):
         in_channels=16,
         joint_attention_dim=24,
         pooled_projection_dim=20,
-        guidance_embeds=guidance_embeds,
+        guidance_embeds=True,
         axes_dims_rope=(4, 6, 6),
     )
     # diffusers starts it at zero: no velocity at all
@@ -136,8 +118,7 @@ def sd3_pipeline(seed=0, t5=True):
         in_channels=4,
         out_channels=4,
         num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **HEADS,
         joint_attention_dim=48,
         caption_projection_dim=32,
         pooled_projection_dim=36,

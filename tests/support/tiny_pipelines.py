@@ -14,6 +14,8 @@ from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.modular import pipeline_class
 from tests.support.tiny import (
     BLOCKS,
+    HEADS,
+    UNET,
     WORDS,
     clip_config,
     flux_pipeline,
@@ -22,9 +24,6 @@ from tests.support.tiny import (
     tiny_vae,
     tokenizer,
 )
-
-CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
-
 
 LANGUAGE = {
     "vocab_size": len(WORDS),
@@ -36,9 +35,9 @@ LANGUAGE = {
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
 
-def chat_tokenizer(length=512):
-    made = tokenizer(length)
-    made.chat_template = CHAT
+def chat_tokenizer():
+    made = tokenizer(512)
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
     return made
 
 
@@ -69,88 +68,81 @@ def qwen_vl(width, words: int = len(WORDS), image=3, vision_start=3):
     )
 
 
-def qwen_vae(mean=0.1, std=0.8):
+def qwen_vae():
     return diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
         dim_mult=[1, 1],
         num_res_blocks=1,
         temperal_downsample=[False],
-        latents_mean=[mean] * 4,
-        latents_std=[std] * 4,
+        latents_mean=[0.1] * 4,
+        latents_std=[0.8] * 4,
     )
 
 
 def dynamic(**changes):
     """A scheduler whose shift depends on the picture's size."""
-    options = {
-        "use_dynamic_shifting": True,
-        "base_image_seq_len": 16,
-        "max_image_seq_len": 256,
-        **changes,
-    }
-    return Euler(**options)
+    options = {"base_image_seq_len": 16, "max_image_seq_len": 256, **changes}
+    return Euler(use_dynamic_shifting=True, **options)
 
 
-def louder(module, std):
-    torch.nn.init.normal_(module.weight, std=std)
+def louder(transformer, layer="proj_out", std=0.3):
+    """The transformer, of which one layer would else be 0 or nearly."""
+    torch.nn.init.normal_(getattr(transformer, layer).weight, std=std)
+    return transformer
+
+
+def pipeline(kind, transformer, encoder, words=None, vae=None, scheduler=None, **parts):
+    """A pipeline of the class `kind` of diffusers; what is not named is as FLUX has it."""
+    parts = {"tokenizer": words or tokenizer(512), "text_encoder": encoder, **parts}
+    parts |= {"vae": vae or tiny_vae(), "scheduler": scheduler or dynamic()}
+    return getattr(diffusers, kind)(transformer=transformer, **parts)
 
 
 def flux2_vae():
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(8, 8),
-        latent_channels=4,
-        norm_num_groups=2,
-        layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    vae = diffusers.AutoencoderKLFlux2(**UNET, latent_channels=4, norm_num_groups=2)
     vae.bn.running_mean.normal_(std=0.2)
     vae.bn.running_var.uniform_(0.5, 1.5)
     return vae
 
 
 def klein(distilled=False):
-    transformer = diffusers.Flux2Transformer2DModel(
-        **BLOCKS,
-        in_channels=16,
-        joint_attention_dim=24,
-        timestep_guidance_channels=16,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
+    transformer = louder(
+        diffusers.Flux2Transformer2DModel(
+            **BLOCKS,
+            in_channels=16,
+            joint_attention_dim=24,
+            timestep_guidance_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        )
     )
-    louder(transformer.proj_out, 0.3)
-    return diffusers.Flux2KleinPipeline(
-        scheduler=dynamic(),
+    return pipeline(
+        "Flux2KleinPipeline",
+        transformer,
+        qwen3(8, 27),
+        words=chat_tokenizer(),
         vae=flux2_vae(),
-        text_encoder=qwen3(8, 27),
-        tokenizer=chat_tokenizer(),
-        transformer=transformer,
         is_distilled=distilled,
     )
 
 
 def qwen_image():
-    transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
+    transformer = louder(
+        diffusers.QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=3,
+            **HEADS,
+            joint_attention_dim=16,
+            axes_dims_rope=(8, 4, 4),
+        ),
+        "txt_in",
+        0.5,
     )
-    louder(transformer.txt_in, 0.5)
     scheduler = dynamic(base_shift=0.5, max_shift=0.9, max_image_seq_len=512, shift_terminal=0.02)
-    return diffusers.QwenImagePipeline(
-        scheduler=scheduler,
-        vae=qwen_vae(),
-        text_encoder=qwen_vl(16),
-        tokenizer=tokenizer(512),
-        transformer=transformer,
+    return pipeline(
+        "QwenImagePipeline", transformer, qwen_vl(16), vae=qwen_vae(), scheduler=scheduler
     )
 
 
@@ -166,19 +158,17 @@ def z_image():
         axes_dims=[8, 4, 4],
         axes_lens=[128, 32, 32],
     )
-    return diffusers.ZImagePipeline(
+    return pipeline(
+        "ZImagePipeline",
+        transformer,
+        qwen3(16, 3, causal=False),
+        words=chat_tokenizer(),
         scheduler=Euler(shift=3.0),
-        vae=tiny_vae(),
-        text_encoder=qwen3(16, 3, causal=False),
-        tokenizer=chat_tokenizer(),
-        transformer=transformer,
     )
 
 
 def kontext():
-    flux = flux_pipeline()
-    parts = {**flux.components, "vae": tiny_vae()}
-    return diffusers.FluxKontextPipeline(**{**parts, "scheduler": dynamic()})
+    return diffusers.FluxKontextPipeline(**{**flux_pipeline().components, "scheduler": dynamic()})
 
 
 class TinyProcessor:
@@ -204,18 +194,13 @@ class TinyProcessor:
 
 def qwen_edit(kind=diffusers.QwenImageEditPipeline):
     plain, processor = qwen_image(), TinyProcessor()
-    ids = processor.tokenizer.convert_tokens_to_ids
-    encoder = qwen_vl(16, len(processor.tokenizer), ids("<|image_pad|>"), ids("<|vision_start|>"))
-    parts = {
-        **plain.components,
-        "text_encoder": encoder,
-        "processor": processor,
-        "tokenizer": processor.tokenizer,
-    }
-    return kind(**parts)
+    words = processor.tokenizer
+    special = words.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>"])
+    own = {"text_encoder": qwen_vl(16, len(words), *special), "tokenizer": words}
+    return kind(**{**plain.components, **own, "processor": processor})
 
 
-def wan_vae(**changes):
+def wan_vae():
     return diffusers.AutoencoderKLWan(
         base_dim=4,
         z_dim=4,
@@ -226,7 +211,6 @@ def wan_vae(**changes):
         latents_std=[0.5] * 4,
         scale_factor_spatial=4,
         scale_factor_temporal=2,
-        **changes,
     )
 
 
@@ -240,7 +224,6 @@ def umt5(width):
 
 def wan_transformer():
     return diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
         in_channels=4,
@@ -249,20 +232,17 @@ def wan_transformer():
         freq_dim=16,
         ffn_dim=16,
         num_layers=2,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
     )
 
 
-def wan(scheduler=None, **changes):
-    return diffusers.WanPipeline(
-        tokenizer=tokenizer(512),
-        text_encoder=umt5(16),
+def wan():
+    return pipeline(
+        "WanPipeline",
+        wan_transformer(),
+        umt5(16),
         vae=wan_vae(),
-        scheduler=scheduler or Euler(shift=5.0),
-        transformer=wan_transformer(),
-        **changes,
+        scheduler=Euler(shift=5.0),
     )
 
 
@@ -287,20 +267,10 @@ def ltx():
         decoder_inject_noise=(False, False, False),
         upsample_residual=(False, False),
         upsample_factor=(1, 1),
-        timestep_conditioning=False,
         patch_size=2,
-        patch_size_t=1,
-        encoder_causal=True,
-        decoder_causal=False,
     )
     scheduler = dynamic(base_shift=0.95, max_shift=2.05, shift_terminal=0.1)
-    return diffusers.LTXPipeline(
-        scheduler=scheduler,
-        vae=vae,
-        text_encoder=tiny_t5(16),
-        tokenizer=tokenizer(512),
-        transformer=transformer,
-    )
+    return pipeline("LTXPipeline", transformer, tiny_t5(16), vae=vae, scheduler=scheduler)
 
 
 def gemma2(width):
@@ -314,7 +284,6 @@ def gemma2(width):
 def lumina2():
     transformer = diffusers.Lumina2Transformer2DModel(
         sample_size=8,
-        patch_size=2,
         in_channels=4,
         hidden_size=24,
         num_layers=2,
@@ -326,38 +295,26 @@ def lumina2():
         axes_lens=(64, 32, 32),
         cap_feat_dim=16,
     )
-    return diffusers.Lumina2Pipeline(
-        transformer=transformer,
-        scheduler=Euler(shift=6.0),
-        vae=tiny_vae(),
-        text_encoder=gemma2(16),
-        tokenizer=tokenizer(512),
-    )
+    return pipeline("Lumina2Pipeline", transformer, gemma2(16), scheduler=Euler(shift=6.0))
 
 
 def chroma():
-    transformer = diffusers.ChromaTransformer2DModel(
-        **BLOCKS,
-        in_channels=16,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-        approximator_num_channels=8,
-        approximator_hidden_dim=16,
-        approximator_layers=1,
+    transformer = louder(
+        diffusers.ChromaTransformer2DModel(
+            **BLOCKS,
+            in_channels=16,
+            joint_attention_dim=24,
+            axes_dims_rope=(4, 6, 6),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
+        )
     )
-    louder(transformer.proj_out, 0.3)
-    return diffusers.ChromaPipeline(
-        scheduler=dynamic(),
-        vae=tiny_vae(),
-        text_encoder=tiny_t5(24),
-        tokenizer=tokenizer(512),
-        transformer=transformer,
-    )
+    return pipeline("ChromaPipeline", transformer, tiny_t5(24))
 
 
 def cogview4():
     transformer = diffusers.CogView4Transformer2DModel(
-        patch_size=2,
         in_channels=4,
         num_layers=2,
         attention_head_dim=8,
@@ -371,25 +328,12 @@ def cogview4():
     glm = transformers.GlmModel(
         transformers.GlmConfig(**LANGUAGE, hidden_size=16, head_dim=8, pad_token_id=0)
     )
-    scheduler = Euler(
-        use_dynamic_shifting=True,
-        base_shift=0.25,
-        max_shift=0.75,
-        base_image_seq_len=16,
-        time_shift_type="linear",
-    )
-    return diffusers.CogView4Pipeline(
-        tokenizer=tokenizer(512),
-        text_encoder=glm,
-        vae=tiny_vae(),
-        transformer=transformer,
-        scheduler=scheduler,
-    )
+    scheduler = dynamic(base_shift=0.25, max_shift=0.75, time_shift_type="linear")
+    return pipeline("CogView4Pipeline", transformer, glm, scheduler=scheduler)
 
 
-def sana(scheduler=None):
+def sana():
     transformer = diffusers.SanaTransformer2DModel(
-        patch_size=1,
         in_channels=4,
         out_channels=4,
         num_layers=2,
@@ -402,7 +346,6 @@ def sana(scheduler=None):
         sample_size=8,
     )
     vae = diffusers.AutoencoderDC(
-        in_channels=3,
         latent_channels=4,
         attention_head_dim=2,
         encoder_block_types=("ResBlock", "EfficientViTBlock"),
@@ -415,16 +358,15 @@ def sana(scheduler=None):
         decoder_layers_per_block=(1, 1),
         downsample_block_type="conv",
         upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
         scaling_factor=0.4,
     )
-    return diffusers.SanaPipeline(
-        tokenizer=tokenizer(1024),
-        text_encoder=gemma2(16),
+    return pipeline(
+        "SanaPipeline",
+        transformer,
+        gemma2(16),
+        words=tokenizer(1024),
         vae=vae,
-        transformer=transformer,
-        scheduler=scheduler or Euler(shift=3.0),
+        scheduler=Euler(shift=3.0),
     )
 
 
@@ -449,8 +391,7 @@ def krea2():
     transformer = diffusers.Krea2Transformer2DModel(
         in_channels=16,
         num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **HEADS,
         num_key_value_heads=1,
         intermediate_size=32,
         timestep_embed_dim=16,
@@ -464,72 +405,71 @@ def krea2():
         axes_dims_rope=(8, 4, 4),
     )
     words = krea2_tokenizer()
-    return diffusers.Krea2Pipeline(
-        scheduler=dynamic(),
+    return pipeline(
+        "Krea2Pipeline",
+        transformer,
+        transformers.Qwen3VLModel(qwen3_vl(len(words))),
+        words=words,
         vae=qwen_vae(),
-        text_encoder=transformers.Qwen3VLModel(qwen3_vl(len(words))),
-        tokenizer=words,
-        transformer=transformer,
         text_encoder_select_layers=(0, 1),
     )
 
 
 def ovis():
-    transformer = diffusers.OvisImageTransformer2DModel(
-        **BLOCKS, in_channels=16, out_channels=16, joint_attention_dim=16, axes_dims_rope=(4, 6, 6)
+    transformer = louder(
+        diffusers.OvisImageTransformer2DModel(
+            **BLOCKS,
+            in_channels=16,
+            out_channels=16,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        )
     )
-    louder(transformer.proj_out, 0.3)
-    return diffusers.OvisImagePipeline(
-        scheduler=dynamic(),
-        vae=tiny_vae(),
-        text_encoder=qwen3(16, 2, causal=False),
-        tokenizer=chat_tokenizer(),
-        transformer=transformer,
+    return pipeline(
+        "OvisImagePipeline", transformer, qwen3(16, 2, causal=False), words=chat_tokenizer()
     )
 
 
 def longcat():
-    transformer = diffusers.LongCatImageTransformer2DModel(
-        **BLOCKS,
-        in_channels=64,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=[4, 6, 6],
+    transformer = louder(
+        diffusers.LongCatImageTransformer2DModel(
+            **BLOCKS,
+            joint_attention_dim=16,
+            pooled_projection_dim=16,
+            axes_dims_rope=[4, 6, 6],
+        )
     )
-    louder(transformer.proj_out, 0.3)
-    return diffusers.LongCatImagePipeline(
-        scheduler=dynamic(),
+    return pipeline(
+        "LongCatImagePipeline",
+        transformer,
+        qwen_vl(16),
         vae=tiny_vae(channels=16),
-        text_encoder=qwen_vl(16),
-        tokenizer=tokenizer(512),
-        text_processor=None,  # rewrites prompts, which policies leave out
-        transformer=transformer,
+        text_processor=None,
     )
 
 
-def chatting(before, length=2048):
+def chatting(before):
     """A tokenizer whose chats begin with so many words; pipelines cut off as many as their real
     template has."""
-    made = tokenizer(length)
+    made = tokenizer(2048)
     made.chat_template = "{{ 'a ' * " + str(before) + " }}{{ messages[-1]['content'] }} left </s>"
     return made
 
 
 def hunyuan_video():
-    transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=2,
-        text_embed_dim=16,
-        pooled_projection_dim=8,
-        rope_axes_dim=(4, 6, 6),
+    transformer = louder(
+        diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            **HEADS,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 6, 6),
+        )
     )
-    louder(transformer.proj_out, 0.3)
     vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,
         down_block_types=("HunyuanVideoDownBlock3D",) * 3,
@@ -539,7 +479,6 @@ def hunyuan_video():
         norm_num_groups=2,
         scaling_factor=0.5,
         spatial_compression_ratio=4,
-        temporal_compression_ratio=4,
         mid_block_add_attention=False,
     )
     clip = clip_config(8)
@@ -547,10 +486,11 @@ def hunyuan_video():
     llama = transformers.LlamaConfig(
         **LANGUAGE, hidden_size=16, head_dim=8, max_position_embeddings=1024
     )
-    return diffusers.HunyuanVideoPipeline(
-        text_encoder=transformers.LlamaModel(llama),
-        tokenizer=tokenizer(1024),
-        transformer=transformer,
+    return pipeline(
+        "HunyuanVideoPipeline",
+        transformer,
+        transformers.LlamaModel(llama),
+        words=tokenizer(1024),
         vae=vae,
         scheduler=Euler(shift=7.0),
         text_encoder_2=transformers.CLIPTextModel(clip),
@@ -559,20 +499,20 @@ def hunyuan_video():
 
 
 def hunyuan_video_15():
-    transformer = diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=9,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=16,
-        text_embed_2_dim=8,
-        image_embed_dim=8,
-        rope_axes_dim=(4, 6, 6),
-        task_type="t2v",
+    transformer = louder(
+        diffusers.HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            **HEADS,
+            num_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            text_embed_2_dim=8,
+            image_embed_dim=8,
+            rope_axes_dim=(4, 6, 6),
+            task_type="t2v",
+        )
     )
-    louder(transformer.proj_out, 0.3)
     vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4,
         block_out_channels=(8, 8, 8),
@@ -582,12 +522,11 @@ def hunyuan_video_15():
     )
     rope = rope_of(1, 1, 2)
     text = {**LANGUAGE, "hidden_size": 16, "max_position_embeddings": 2048, "rope_parameters": rope}
-    return diffusers.HunyuanVideo15Pipeline(
-        text_encoder=Qwen2_5_VLTextModel(
-            transformers.Qwen2_5_VLConfig(text_config=text).text_config
-        ),
-        tokenizer=chatting(108),
-        transformer=transformer,
+    return pipeline(
+        "HunyuanVideo15Pipeline",
+        transformer,
+        Qwen2_5_VLTextModel(transformers.Qwen2_5_VLConfig(text_config=text).text_config),
+        words=chatting(108),
         vae=vae,
         scheduler=Euler(shift=5.0),
         text_encoder_2=tiny_t5(8),
@@ -613,8 +552,7 @@ def qwen_image_21():
         in_channels=4,
         out_channels=4,
         num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **HEADS,
         context_in_dim=16,
         axes_dims_rope=(4, 6, 6),
     )
@@ -628,32 +566,25 @@ def qwen_image_21():
         latents_mean=[0.1] * 4,
         latents_std=[0.8] * 4,
     )
-    return diffusers.QwenImage21Pipeline(
-        scheduler=dynamic(),
-        vae=vae,
-        text_encoder=transformers.Qwen3VLForConditionalGeneration(
-            qwen3_vl(len(processor.tokenizer))
-        ),
-        processor=processor,
-        transformer=transformer,
-    )
+    encoder = transformers.Qwen3VLForConditionalGeneration(qwen3_vl(len(processor.tokenizer)))
+    return diffusers.QwenImage21Pipeline(dynamic(), vae, encoder, processor, transformer)
 
 
 def flux3(distilled=False):
     """The text encoder's eight layers are those that the pipeline reads."""
-    transformer = diffusers.Flux3Transformer2DModel(
-        in_channels=16,
-        cond_in_channels=16,
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=8 * 16,
-        timestep_channels=16,
-        axes_dims_rope=(4, 4, 4, 4),
-        flow_map=distilled,
+    transformer = louder(
+        diffusers.Flux3Transformer2DModel(
+            in_channels=16,
+            cond_in_channels=16,
+            num_layers=1,
+            num_single_layers=2,
+            **HEADS,
+            joint_attention_dim=8 * 16,
+            timestep_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            flow_map=distilled,
+        )
     )
-    louder(transformer.proj_out, 0.3)
     words = chat_tokenizer()
     words.tokenizer = words  # as a processor has it
     config = qwen3_vl(len(WORDS))
@@ -669,17 +600,12 @@ def flux3(distilled=False):
 
 def bria():
     """A class that the catalogue does not describe: the example of docs/extending.md."""
-    transformer = diffusers.BriaTransformer2DModel(
-        **BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6]
+    transformer = louder(
+        diffusers.BriaTransformer2DModel(
+            **BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6]
+        )
     )
-    louder(transformer.proj_out, 0.3)
-    return diffusers.BriaPipeline(
-        scheduler=dynamic(),
-        vae=tiny_vae(),
-        text_encoder=tiny_t5(16),
-        tokenizer=tokenizer(128),
-        transformer=transformer,
-    )
+    return pipeline("BriaPipeline", transformer, tiny_t5(16), words=tokenizer(128))
 
 
 def prx():
@@ -693,12 +619,8 @@ def prx():
         depth=1,
         axes_dim=[4, 4],
     )
-    return diffusers.PRXPipeline(
-        transformer=transformer,
-        scheduler=Euler(shift=3.0),
-        text_encoder=gemma2(16),
-        tokenizer=tokenizer(24),
-        vae=tiny_vae(),
+    return pipeline(
+        "PRXPipeline", transformer, gemma2(16), words=tokenizer(24), scheduler=Euler(shift=3.0)
     )
 
 
