@@ -99,8 +99,10 @@ def trainer_of(found: Found, request: Request) -> Trainer:
     device."""
     config, given, world = found.config, found.given, request.world
     if world.is_main:
-        for caution in cautions_of(found):
-            request.notify(caution)
+        source = starter_caution(config.prompts.train, config.evaluation.prompts)
+        for said in (source, trained_on(found.prompts, found.heldout)):
+            if said is not None:
+                request.notify(said)
     sharding = build_sharding(config, world)
     policy = given.policy
     if policy is None:
@@ -124,16 +126,6 @@ def trainer_of(found: Found, request: Request) -> Trainer:
         began=request.began,
         notify=request.notify,
     )
-
-
-def cautions_of(found: Found) -> list[str]:
-    """What to say of a run that may be a mistake."""
-    config = found.config
-    every = (
-        starter_caution(config.prompts.train, config.evaluation.prompts),
-        trained_on(found.prompts, found.heldout),
-    )
-    return [said for said in every if said is not None]
 
 
 def built_policy(found: Found, request: Request, sharding: Sharded | None) -> Policy:
@@ -209,19 +201,14 @@ def built_rewards(
 def show_prompts(found: Found, emit: Emit) -> None:
     """Reports the first prompts of each list that the config names, and the texts that rewards look
     for."""
-    lists = {"training": found.prompts, "held-out": found.heldout}
-    named = {"training": found.rewards.values(), "held-out": found.kinds}
-    keys = dict(zip(("prompts", "heldout"), lists, strict=True))
-    shown = {keys[name]: source for name, source in found.sources.items()}
-    for which, (key, source) in shown.items():
-        first = ", ".join(
-            repr(cut(str(prompt), SHOWN_LETTERS)) for prompt in lists[which][:FIRST_PROMPTS]
-        )
-        held = counted(len(lists[which]), "prompt")
+    for key, source, prompts, _ in found.lists():
+        first = ", ".join(repr(cut(str(each), SHOWN_LETTERS)) for each in prompts[:FIRST_PROMPTS])
+        held = counted(len(prompts), "prompt")
         emit(Line(f"={source}: {held}, first {first}", title=key))
-    for which in shown:
-        for kind in named[which]:
-            read = _texts_read(kind.declared, lists[which]) if kind.declared.wants else None
+    for key, _, prompts, kinds in found.lists():
+        which = "training" if key == "prompts.train" else "held-out"
+        for kind in kinds:
+            read = _texts_read(kind.declared, prompts) if kind.declared.wants else None
             if read is not None:
                 emit(Line(f" in {which} prompts: {read}", title=f"rewards.{kind.name}"))
 
@@ -233,14 +220,11 @@ def _texts_read(reward: type[Reward], prompts: Sequence[str]) -> str | None:
     read = {prompt: text for prompt, text in targets.items() if isinstance(text, str)}
     if not read:
         return None
-    absent = sum(targets[prompt] is None for prompt in prompts)
     shown = "; ".join(
         f"{text!r} from {cut(str(prompt), SHOWN_LETTERS)!r}"
         for prompt, text in list(read.items())[:SHOWN_TARGETS]
     )
-    none = (
-        f"{absent} of {len(prompts)} name no text and get no score"
-        if absent
-        else f"all {len(prompts)} name a text"
-    )
+    none = f"all {len(prompts)} name a text"
+    if absent := sum(targets[prompt] is None for prompt in prompts):
+        none = f"{absent} of {len(prompts)} name no text and get no score"
     return f"{none}. Read are {shown}"

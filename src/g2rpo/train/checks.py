@@ -287,13 +287,8 @@ def _answers_to(
 def _disk(found: Found) -> Iterator[str]:
     """There must be space for the kept checkpoints and the next one."""
     config, directory, it = found.config, found.directory, found.pipeline
-    if (
-        directory is None
-        or it is None
-        or not it.default_policy
-        or it.folder is None
-        or it.missing()
-    ):
+    whole = it is not None and it.default_policy and it.folder is not None and not it.missing()
+    if directory is None or it is None or not whole:
         return
     kept = config.trainer.keep_checkpoints - len(checkpoints(Run(directory).checkpoints))
     # the weights, their two moments, their average and old weights, all float32
@@ -312,9 +307,8 @@ def _disk(found: Found) -> Iterator[str]:
 
 def _targets(found: Found) -> Iterator[str]:
     """Rewards must be able to score the prompts, such as those that read a text in quotes."""
-    for name, (key, source) in found.sources.items():
-        prompts = found.heldout if name == "heldout" else found.prompts
-        for kind in found.kinds if name == "heldout" else found.rewards.values():
+    for key, source, prompts, kinds in found.lists():
+        for kind in kinds:
             fault = kind.declared.fault(kind.options, prompts) if prompts else None
             if fault is not None:
                 yield f"rewards.{kind.name}: {fault} ({key}={source})"

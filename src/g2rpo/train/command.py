@@ -21,7 +21,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.data import Row
 from g2rpo.core.devices import pick_device
-from g2rpo.core.distributed import World, apart, joined
+from g2rpo.core.distributed import apart, joined
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import (
     Emit,
@@ -70,16 +70,26 @@ def train(
     """
     began = time.monotonic()
     notes: list[str] = []
-    config = _config_of(recipe, overrides, run_dir if resume else None, notes)
     begun = Run(run_dir) if resume and run_dir is not None else None
+    config = _config_of(recipe, overrides, begun, notes)
     stopping = stopping or Stopping("")
-    with joined(_device(config)) as world, ExitStack() as stack:
+    try:
+        device = pick_device(config.policy.device)
+    except UserError:
+        check(config)  # the message also lists everything else that is missing
+        raise
+    with joined(device) as world, ExitStack() as stack:
         if not world.is_main:
             emit = silent
         for note in notes:
             emit(Line(note))
-        _check_same_on_all_ranks(config, world)
-        notify = cautions(emit) if world.is_main else partial(_tell_of_rank, world.rank)
+        fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
+        if others := world.differing(fingerprint):
+            raise UserError(
+                f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides"
+            )
+        rank = partial(print, f"rank {world.rank}:", file=sys.stderr)
+        notify = cautions(emit) if world.is_main else rank
         if (said := apart()) is not None:
             notify(said)
         chosen = (
@@ -121,59 +131,27 @@ def is_done(run: Run, config: Config) -> bool:
 
 
 def _config_of(
-    recipe: str | None,
-    overrides: Sequence[str],
-    resumed: Path | None,
-    notes: list[str],
+    recipe: str | None, overrides: Sequence[str], run: Run | None, notes: list[str]
 ) -> Config:
-    """The config of a recipe or of the run that is `resumed`; what was changed in it is added to
-    `notes`."""
-    begun = resumed is not None and Run(resumed).config.is_file()
-    if resumed is not None and (
-        recipe is None or (begun and recipe == Run(resumed).read_config().recipe)
-    ):
-        config = Run(resumed).read_config(overrides, notes.append, mention=False)
+    """The config of a recipe or of the `run` that is resumed; what was changed in it is added to
+    `notes`. UserError for a reward `pairs` without a path, as a session of `g2rpo teach` has it:
+    all its scores are 0."""
+    begun = run is not None and run.config.is_file()
+    if run is not None and (recipe is None or (begun and recipe == run.read_config().recipe)):
+        config = run.read_config(overrides, notes.append, mention=False)
     elif recipe is not None:
         config = read(recipe, overrides, notes.append)
     else:
         raise UserError(
             "name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run"
         )
-    _refuse_clicks_of_nobody(config)
-    return config
-
-
-def _refuse_clicks_of_nobody(config: Config) -> None:
-    """UserError for a reward `pairs` without a path, as the config of a session of `g2rpo teach` has
-    it: all its scores are 0."""
     for name, entry in config.rewards.items():
         if entry.kind == "pairs" and not entry.options.get("path"):
             raise UserError(
                 f"rewards.{name}.options.path: names no pairs; the clicks of a session are in RUN/pairs.jsonl. `g2rpo teach RUN` "
                 "goes on with a session, and `g2rpo teach RUN/config.yaml --votes RUN/votes.jsonl` repeats it"
             )
-
-
-def _device(config: Config) -> str:
-    """The device of a run; if it is not available, the message also lists everything else that is
-    missing."""
-    try:
-        return pick_device(config.policy.device)
-    except UserError:
-        check(config)
-        raise
-
-
-def _check_same_on_all_ranks(config: Config, world: World) -> None:
-    fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
-    if others := world.differing(fingerprint):
-        raise UserError(
-            f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides"
-        )
-
-
-def _tell_of_rank(rank: int, message: str) -> None:
-    print(f"rank {rank}: {message}", file=sys.stderr)
+    return config
 
 
 def train_built(request: Request, stopping: Stopping) -> None:
@@ -183,23 +161,15 @@ def train_built(request: Request, stopping: Stopping) -> None:
     config, emit, ranks = request.config, request.emit, request.world.size
     on = f" on {ranks} ranks" if ranks > 1 else ""
     rewards = counted(len(config.rewards), "reward")
-    emit(
-        Line(
-            f"{on}: building the policy, {rewards} and the prompts ...",
-            title=config.recipe or "training",
-        )
-    )
+    building = f"{on}: building the policy, {rewards} and the prompts ..."
+    emit(Line(building, title=config.recipe or "training"))
     trainer = build(request)
     if request.resume:
-        emit(
-            Line(
-                "nothing to resume: it begins"
-                if not trainer.iteration
-                else f"resuming after iteration {trainer.iteration}"
-                if trainer.iteration < trainer.config.trainer.iterations
-                else f"all {trainer.iteration} iterations are done; base and tuned are compared again"
-            )
-        )
+        at = trainer.iteration
+        said = f"resuming after iteration {at}" if at else "nothing to resume: it begins"
+        if at >= config.trainer.iterations:
+            said = f"all {at} iterations are done; base and tuned are compared again"
+        emit(Line(said))
     report = shlex.join(["g2rpo", "report", str(directory)])
     emit(Line(f"`{report}` in another terminal tells whether it works, and writes a page"))
     began = time.perf_counter()
@@ -212,11 +182,8 @@ def train_built(request: Request, stopping: Stopping) -> None:
     )
     emit(TrainingEnded(time.perf_counter() - began))
     table = compare_all(trainer, emit)
-    emit(
-        Results(
-            directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None
-        )
-    )
+    own = config.policy.kind is not None
+    emit(Results(directory, table, trainer.heldout, list(trainer.rewards), own))
 
 
 def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> None:
@@ -245,11 +212,8 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
 
     report()
     if not iteration:
-        emit(
-            Line(
-                f"first the base model draws {counted(len(trainer.heldout), 'held-out prompt')}, which are scored ..."
-            )
-        )
+        heldout = counted(len(trainer.heldout), "held-out prompt")
+        emit(Line(f"first the base model draws {heldout}, which are scored ..."))
     trained: list[Row] = []
     trainer.on_evaluations = lambda count: report(count * trainer.world.size)
     for row in trainer.train():

@@ -3,7 +3,7 @@ of a resumed run take these values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,12 @@ class Found:
             "heldout": ("evaluation.prompts", self.config.evaluation.prompts),
         }
         return {name: named[name] for name in named if getattr(self.given, name) is None}
+
+    def lists(self) -> Iterator[tuple[str, str, list[str], Collection[RewardKind]]]:
+        """Key, value and prompts of these lists, with the rewards that score them."""
+        for name, (key, source) in self.sources.items():
+            scored_by = self.kinds if name == "heldout" else self.rewards.values()
+            yield key, source, getattr(self, name), scored_by
 
     @contextmanager
     def noting(self) -> Iterator[None]:

@@ -208,7 +208,7 @@ def data_uri(picture: Image.Image, size: int) -> str:
     return webp_uri(out.getvalue())
 
 
-def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], size: int) -> str:
+def clip_uri(frames: Sequence[Image.Image], milliseconds: int | list[int], size: int) -> str:
     """A clip within a page, that repeats, reduced likewise."""
     return webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
 

@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ def reduced(images: Tensor) -> Tensor:
     share = CLIP_SIDE / max(few.shape[-2:])
     if share < 1:
         size = [max(1, round(side * share)) for side in few.shape[-2:]]
-        few = torch.nn.functional.interpolate(few.flatten(0, 1), size, mode="area").unflatten(
-            0, few.shape[:2]
-        )
+        frames = torch.nn.functional.interpolate(few.flatten(0, 1), size, mode="area")
+        few = frames.unflatten(0, few.shape[:2])
     return to_uint8(few)
 
 
@@ -52,23 +52,11 @@ def seconds_of(policy: Policy, frames: int) -> float:
     return getattr(policy, "seconds", None) or frames / FPS
 
 
-def webp(
-    frames: Sequence[Image.Image], milliseconds: int | Sequence[int], quality: int = 80
-) -> bytes:
-    """An animated WebP that repeats; browsers and Pillow open it."""
-    out, durations = (
-        io.BytesIO(),
-        milliseconds if isinstance(milliseconds, int) else list(milliseconds),
-    )
-    frames[0].save(
-        out,
-        "WEBP",
-        save_all=True,
-        append_images=frames[1:],
-        duration=durations,
-        loop=0,
-        quality=quality,
-    )
+def webp(frames: Sequence[Image.Image], duration: int | list[int], quality: int = 80) -> bytes:
+    """An animated WebP that repeats; browsers and Pillow open it. `duration` is the milliseconds of
+    all frames, or of each."""
+    out, more = io.BytesIO(), {"append_images": frames[1:], "duration": duration}
+    frames[0].save(out, "WEBP", save_all=True, loop=0, quality=quality, **more)
     return out.getvalue()
 
 
@@ -85,26 +73,23 @@ def read_webp(path: Path) -> tuple[list[Image.Image], list[int]]:
     """
     try:
         with Image.open(path, formats=["WEBP"]) as moving:
-            frames = [
-                (frame.convert("RGB"), int(frame.info.get("duration", 0)))
-                for frame in ImageSequence.Iterator(moving)
-            ]
+            frames, durations = list[Image.Image](), list[int]()
+            for frame in ImageSequence.Iterator(moving):
+                frames.append(frame.convert("RGB"))
+                durations.append(int(frame.info.get("duration", 0)))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as WebP ({error})") from None
-    return [frame for frame, _ in frames], [duration for _, duration in frames]
+    return frames, durations
 
 
-def read_clip(path: Path, frames: int = CLIP_FRAMES) -> tuple[Tensor, float]:
-    """So many frames [frames, 3, H, W], 8 bit, evenly spaced in time, of what `save_clip` wrote,
+def read_clip(path: Path) -> tuple[Tensor, float]:
+    """`CLIP_FRAMES` frames [T, 3, H, W], 8 bit, evenly spaced in time, of what `save_clip` wrote,
     and its seconds."""
     pictures, durations = read_webp(path)
     ends = torch.tensor(durations).cumsum(0)
-    times = (torch.arange(frames) + 0.5) / frames * ends[-1]
-    chosen = [
-        pictures[min(int(index), len(pictures) - 1)]
-        for index in torch.searchsorted(ends, times, right=True)
-    ]
-    return to_tensor(chosen), float(ends[-1]) / 1000
+    times = (torch.arange(CLIP_FRAMES) + 0.5) / CLIP_FRAMES * ends[-1]
+    places = torch.searchsorted(ends, times, right=True).clamp(max=len(pictures) - 1)
+    return to_tensor([pictures[place] for place in places.tolist()]), float(ends[-1]) / 1000
 
 
 def clip_of(picture: Path) -> Path:
@@ -143,9 +128,9 @@ class PictureRow:
 
 def figure(value: float) -> str:
     """A score for display: three decimals, fewer if it is large."""
-    return (
-        "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
-    )
+    if math.isnan(value):
+        return "no score"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
 
 
 def save_grid(
@@ -286,11 +271,8 @@ def beside(prompt: str, width: int, height: int) -> Image.Image | None:
     if not pictures:
         return None
     fitted = [ImageOps.contain(picture, (width // len(pictures), height)) for picture in pictures]
-    row = Image.new(
-        "RGB",
-        (sum(each.width for each in fitted), max(each.height for each in fitted)),
-        PAGE_COLOUR,
-    )
-    for number, each in enumerate(fitted):
-        row.paste(each, (sum(before.width for before in fitted[:number]), 0))
+    *starts, end = accumulate((each.width for each in fitted), initial=0)
+    row = Image.new("RGB", (end, max(each.height for each in fitted)), PAGE_COLOUR)
+    for each, start in zip(fitted, starts, strict=True):
+        row.paste(each, (start, 0))
     return row
