@@ -1,5 +1,6 @@
 """Several ranks are one trainer: the same weights whatever their number, and one of them writes."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -14,32 +15,29 @@ from g2rpo.train.listeners import Ask, asked_by
 from g2rpo.train.run.checkpoint import checkpoints
 from g2rpo.train.run.folder import Run
 from tests.support import policies, ranks
-from tests.support.commands import done
+from tests.support.commands import done, own_reward
 from tests.support.epsilon import epsilon  # noqa: F401  for each test here
 from tests.support.runs import ADVANTAGES, asking, brightness, mean, reordered_row, trainer, untimed
 from tests.support.tables import rows
 from tests.support.tolerances import adam, reordered
 from tests.support.variants import few
+from tests.support.watched import flat
 
 RATE = 20.0
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
 ONE = "trainer.prompts_per_iteration=1"
 VARIANTS = {
-    "g2rpo": [],
-    "gdpo": ["algorithm.reward_mix=gdpo", "algorithm.group_size=8"],
-    "batch_std": [
-        "algorithm.name=flow_grpo",
-        "algorithm.group_size=6",
-        "algorithm.update_every=3",
-        "algorithm.kl_weight=0.5",
-    ],
-    "branch": ["algorithm.update_every=branch", "optim.ema_decay=0.9"],
-    "plans of a prompt": [ONE, "algorithm.branch_steps=[0,1,2,4]"],
-    "plans, in parts": [
-        ONE,
-        "sampling.num_steps=5",
-        "algorithm.name=tests.support.own_algorithms:AllCount",
-    ],
+    "g2rpo": "",
+    "gdpo": "algorithm.reward_mix=gdpo algorithm.group_size=8",
+    "batch_std": (
+        "algorithm.name=flow_grpo algorithm.group_size=6 algorithm.update_every=3"
+        " algorithm.kl_weight=0.5"
+    ),
+    "branch": "algorithm.update_every=branch optim.ema_decay=0.9",
+    "plans of a prompt": f"{ONE} algorithm.branch_steps=[0,1,2,4]",
+    "plans, in parts": (
+        f"{ONE} sampling.num_steps=5 algorithm.name=tests.support.own_algorithms:AllCount"
+    ),
 }
 
 
@@ -72,12 +70,13 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant, size):
     arithmetic is the same whatever its batch, up to the last bit of its score. Gradients of at most
     144 members, 0.01 in one entry, are added in another order. A wrong normalisation shows as
     1e-2."""
-    alone, weights = train_gaussian(ALONE, None, VARIANTS[variant])
+    overrides = VARIANTS[variant].split()
+    alone, weights = train_gaussian(ALONE, None, overrides)
     assert float(torch.tensor(weights).abs().mean()) > 0.02  # it begins at 0
     norm = max(row["grad_norm"] for row in alone[1:])
     apart = reordered(144, 0.01)["atol"] + ADVANTAGES * norm
     allowed = adam(RATE, updates=3 * 3, gradient=apart)
-    (rows, found), *others = ranks.run(size, train_gaussian, tmp_path, VARIANTS[variant])
+    (rows, found), *others = ranks.run(size, train_gaussian, tmp_path, overrides)
     assert all(other == found for _, other in others), "ranks have parted"
     torch.testing.assert_close(torch.tensor(found), torch.tensor(weights), **allowed)
     for ours, theirs in zip(untimed(rows), untimed(alone), strict=True):
@@ -89,28 +88,22 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant, size):
         assert {name: ours[name] for name in same} == reordered_row(same)
 
 
+FLUX = (
+    "sampling.batch_size=1 sampling.decode_batch_size=1 trainer.micro_batch_size=1"
+    " algorithm.group_size=3 algorithm.branch_steps=[0,1] sampling.num_steps=4"
+    " optim.learning_rate=0.5"
+)
+
+
 def train_flux(world, folder, model):
-    options = (
-        "sampling.batch_size=1",
-        "sampling.decode_batch_size=1",
-        "trainer.micro_batch_size=1",
-        "algorithm.group_size=3",
-        "algorithm.branch_steps=[0,1]",
-        "sampling.num_steps=4",
-        "optim.learning_rate=0.5",
-    )
     learner.EPSILON = 1.0  # in this rank's process
     policy = policies.load(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
     prompts = ["a red circle", "two blue squares", "a blue circle", "a green star"]
-    t = trainer(None, *COMMON, *options, policy=policy, prompts=prompts, world=world)
-    weights = [flat(t)]
+    t = trainer(None, *COMMON, *FLUX.split(), policy=policy, prompts=prompts, world=world)
+    before = flat(t.learner.parameters).tolist()
     for _ in range(2):
         t.iterate()
-    return [*weights, flat(t)]
-
-
-def flat(t):
-    return torch.cat([p.detach().flatten() for p in t.learner.parameters]).tolist()
+    return [before, flat(t.learner.parameters).tolist()]
 
 
 def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
@@ -190,17 +183,17 @@ def test_dealt_items_are_the_whole_in_order():
             assert firsts == [sum(map(len, dealt[:rank])) for rank in range(size)]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    rows("""
+UNEVEN = """
 trainer.prompts_per_iteration=6 -> 6 cannot be divided evenly over 4 ranks; 4 or 8 can
 algorithm.branch_schedule=turns -> 2 .*each has one group in .*; set it to 4, or start 2
 algorithm.branch_steps=[0,1,2] -> 2 .*the 3 groups of a prompt cannot be divided over 2
 algorithm.branch_steps=[0,1] algorithm.update_every=branch -> 2 .*algorithm.update_every=branch takes an update from some groups
 algorithm.name=tempflow_grpo sampling.num_steps=5 -> 2 .*the algorithm leaves out members without any advantage in all groups
 algorithm.name=flow_grpo -> 2 .*each has one group in an iteration; set it
-"""),
-)
+"""
+
+
+@pytest.mark.parametrize(("overrides", "why"), rows(UNEVEN))
 def test_prompts_that_cannot_be_dealt_evenly_are_refused(overrides, why):
     with pytest.raises(UserError, match=f"prompts_per_iteration={why}"):
         trainer(None, *overrides.split(), world=World(1, 4))
@@ -219,42 +212,41 @@ def test_an_environment_without_numbers_is_refused(monkeypatch, variable):
         pass
 
 
-@pytest.mark.parametrize(
-    ("variables", "launcher"),
-    [
-        ("SLURM_PROCID=0 SLURM_NTASKS=8", "srun"),
-        ("SLURM_PROCID=1 SLURM_NTASKS=8", None),
-        ("SLURM_PROCID=0 SLURM_NTASKS=8 RANK=0 WORLD_SIZE=8", None),
-        ("SLURM_PROCID=0 SLURM_NTASKS=1", None),
-        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0", "mpirun"),
-        ("PMI_SIZE=2", "mpiexec"),
-        ("PMI_SIZE=two", None),
-        ("", None),
-    ],
-)
-def test_processes_that_each_train_alone_are_told_once(monkeypatch, variables, launcher):
+LAUNCHED = """
+SLURM_PROCID=0 SLURM_NTASKS=8 -> srun has .*RANK=[$].*docs/scaling.md
+SLURM_PROCID=1 SLURM_NTASKS=8 -> None
+SLURM_PROCID=0 SLURM_NTASKS=8 RANK=0 WORLD_SIZE=8 -> None
+SLURM_PROCID=0 SLURM_NTASKS=1 -> None
+OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 -> mpirun has .*RANK=[$]
+PMI_SIZE=2 -> mpiexec has .*RANK=[$]
+PMI_SIZE=two -> None
+"""
+
+
+@pytest.mark.parametrize(("variables", "said"), rows(LAUNCHED))
+def test_processes_that_each_train_alone_are_told_once(monkeypatch, variables, said):
     for name in ("RANK", "WORLD_SIZE", *(name for own in LAUNCHERS.values() for name in own)):
         monkeypatch.delenv(name, raising=False)
-    for name, value in (pair.split("=") for pair in variables.split()):
-        monkeypatch.setenv(name, value)
-    said = apart()
-    assert said is None if launcher is None else said.startswith(f"{launcher} has ")
-    assert launcher is None or ("RANK=$" in said and "docs/scaling.md" in said)
+    for pair in variables.split():
+        monkeypatch.setenv(*pair.split("="))
+    assert re.match(said, str(apart()))
+
+
+LAUNCH = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
 
 
 def test_a_port_that_is_taken_is_no_rank_that_is_missing(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        named = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**named, "MASTER_PORT": str(other.getsockname()[1])}.items():
-            monkeypatch.setenv(name, value)
+        for pair in f"{LAUNCH} MASTER_PORT={other.getsockname()[1]}".split():
+            monkeypatch.setenv(*pair.split("="))
         with pytest.raises(RankLost, match="address already in use"), joined("cpu", 1):
             pass
 
 
 @pytest.mark.slow
 def test_ranks_that_are_never_started_are_not_waited_for_for_ever(monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
+    for pair in LAUNCH.split():
+        monkeypatch.setenv(*pair.split("="))
 
     def refused(error, fact, device="cpu"):
         with pytest.raises(error, match=fact), joined(device, 1):
@@ -297,20 +289,11 @@ def it(images, prompts):
 def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_path, tiny_config):
     """The whole launch, as a user starts it: two iterations, then rank 1 is killed within an
     evaluation, and nothing waits."""
-    (file := tmp_path / "reward.py").write_text(REWARD)
-    run, plugin = tmp_path / "run", ["--plugin", str(file)]
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        "-m",
-        "g2rpo",
-        "train",
-    ]
-    reward = f"rewards.it={{kind: function, options: {{target: {file}:it}}}}"
-    options = [str(tiny_config), "trainer.prompts_per_iteration=2", "rewards=", reward]
-    command = [sys.executable, *launch, *options, "--run-dir", str(run), *plugin]
+    run, file = tmp_path / "run", tmp_path / "reward.py"
+    launch = "-m torch.distributed.run --nproc-per-node=2 --standalone -m g2rpo train"
+    reward = own_reward(file, REWARD)
+    options = [str(tiny_config), "trainer.prompts_per_iteration=2", *map(str, reward)]
+    command = [sys.executable, *launch.split(), *options, "--run-dir", str(run)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1 and "Signal 9 (SIGKILL)" in ended.stderr, ended.stderr
     assert ended.stdout.count("on 2 ranks") == 1
@@ -318,7 +301,7 @@ def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_pat
     rows = Run(run).read_log()
     assert [(row["kind"], row["iteration"]) for row in rows] == begun
     assert {row["ranks"] for row in rows if row["kind"] == "train"} == {2}
-    done(capsys, "resume", run, *plugin)
+    done(capsys, "resume", run, "--plugin", file)
     assert [(row["kind"], row["iteration"]) for row in Run(run).read_log()] == [*begun, ("eval", 2)]
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
 

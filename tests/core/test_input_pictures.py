@@ -57,44 +57,40 @@ def png(depth, kind, row, transparent=b"", palette=b""):
     return b"\x89PNG\r\n\x1a\n" + written + chunk(b"IEND", b"")
 
 
-WHITE, MIDDLE = (255, 255, 255), (128, 128, 128)
+PNGS = """
+16 0 -> 80 07 0a 07 ->  -> 128 10
+16 0 -> 80 07 0a 07 -> 0a 07 -> 128 white
+16 2 -> 01 07 02 07 03 07 04 07 05 07 06 07 ->  -> 1,2,3 4,5,6
+16 2 -> 01 07 02 07 03 07 04 07 05 07 06 07 -> 04 07 05 07 06 07 -> 1,2,3 white
+16 4 -> 80 07 ff 07 0a 07 00 07 ->  -> 128 white
+16 6 -> 01 07 02 07 03 07 ff 07 04 07 05 07 06 07 00 07 ->  -> 1,2,3 white
+8 0 -> 80 0a -> 00 0a -> 128 white
+8 2 -> 01 02 03 04 05 06 -> 00 04 00 05 00 06 -> 1,2,3 white
+8 4 -> 00 ff 00 7f ->  -> 0 128
+8 6 -> 00 00 ff ff 00 00 ff 7f ->  -> 0,0,255 128,128,255
+8 3 -> 00 01 -> ff 00 -> 1,2,3 white
+1 3 -> 40 -> 00 -> white 4,5,6
+4 0 -> 3a -> 00 0a -> 51 white
+2 0 -> 60 -> 00 01 -> white 170
+1 0 -> 40 -> 00 01 -> 0 white
+"""
+"""Depth and colour type; the row and what is transparent, in bytes; levels, one for a grey. The low
+byte of 16 bits differs from the high one."""
 
 
-def in_16_bits(*levels):
-    """Levels of 8 bits in 16, of which the low byte differs from the high one."""
-    return b"".join(struct.pack(">H", level * 256 + 7) for level in levels)
-
-
-ABC, DEF = (1, 2, 3), (4, 5, 6)
-COLOURS, WIDE = bytes(range(1, 7)), in_16_bits(1, 2, 3, 4, 5, 6)
-
-
-@pytest.mark.parametrize(
-    ("content", "pixels"),
-    [
-        (png(16, 0, in_16_bits(128, 10)), [MIDDLE, (10, 10, 10)]),
-        (png(16, 0, in_16_bits(128, 10), in_16_bits(10)), [MIDDLE, WHITE]),
-        (png(16, 2, WIDE), [ABC, DEF]),
-        (png(16, 2, WIDE, in_16_bits(4, 5, 6)), [ABC, WHITE]),
-        (png(16, 4, in_16_bits(128, 255, 10, 0)), [MIDDLE, WHITE]),
-        (png(16, 6, in_16_bits(1, 2, 3, 255, 4, 5, 6, 0)), [ABC, WHITE]),
-        (png(8, 0, b"\x80\x0a", b"\0\x0a"), [MIDDLE, WHITE]),
-        (png(8, 2, COLOURS, b"\0\4\0\5\0\6"), [ABC, WHITE]),
-        (png(8, 4, b"\0\xff\0\x7f"), [(0, 0, 0), MIDDLE]),
-        (png(8, 6, b"\0\0\xff\xff\0\0\xff\x7f"), [(0, 0, 255), (128, 128, 255)]),
-        (png(8, 3, b"\0\1", b"\xff\0", COLOURS), [ABC, WHITE]),
-        (png(1, 3, b"\x40", b"\0", COLOURS), [WHITE, DEF]),
-        (png(4, 0, b"\x3a", b"\0\x0a"), [(51, 51, 51), WHITE]),
-        (png(2, 0, b"\x60", b"\0\1"), [WHITE, (170, 170, 170)]),
-        (png(1, 0, b"\x40", b"\0\1"), [(0, 0, 0), WHITE]),
-    ],
-)
-def test_what_is_transparent_is_white_and_16_bits_become_8(tmp_path, content, pixels):
+@pytest.mark.parametrize(("form", "row", "transparent", "levels"), rows(PNGS))
+def test_what_is_transparent_is_white_and_16_bits_become_8(
+    tmp_path, form, row, transparent, levels
+):
     """Every depth and colour type of PNG that has 16 bits or transparency, against levels by
     hand."""
+    depth, kind = map(int, form.split())
+    palette = bytes(range(1, 7)) if kind == 3 else b""
+    content = png(depth, kind, bytes.fromhex(row), bytes.fromhex(transparent), palette)
     (tmp_path / "a.png").write_bytes(content)
     (read,) = read_inputs(Prompt("a", [str(tmp_path / "a.png")]))
-    assert [read.getpixel((x, 0)) for x in (0, 1)] == pixels
+    pixels = [[*map(int, one.replace("white", "255").split(","))] for one in levels.split()]
+    assert [[*read.getpixel((x, 0))] for x in (0, 1)] == [(3 * one)[:3] for one in pixels]
 
 
 def test_transparent_webp_and_cmyk_jpeg(tmp_path):
@@ -102,7 +98,7 @@ def test_transparent_webp_and_cmyk_jpeg(tmp_path):
     Image.new("RGBA", (2, 2), (9, 9, 9, 0)).save(tmp_path / "a.webp", lossless=True, exact=True)
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "b.jpg", quality=100)
     clear, red = read_inputs(Prompt("a", [str(tmp_path / "a.webp"), str(tmp_path / "b.jpg")]))
-    assert clear.getpixel((0, 0)) == WHITE
+    assert clear.getpixel((0, 0)) == (255, 255, 255)
     assert red.getpixel((0, 0)) == pytest.approx((255, 0, 0), abs=3)
 
 

@@ -21,8 +21,13 @@ from g2rpo.core.statistics import (
     rise,
     spearman,
 )
+from tests.support.tables import rows
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+
+
+def numbers(text):
+    return [*map(float, text.split())]
 
 
 def sample(count, seed=0, scale=2.0):
@@ -75,14 +80,11 @@ def test_missing_scores_are_left_out():
     )
 
 
-@pytest.mark.parametrize(
-    ("few", "mean", "count"),
-    [([1.0, 3.0, 2.0], 2.0, 3), ([1.0], 1.0, 1), ([NAN], NAN, 0), ([[NAN] * 3] * 2, NAN, 0)],
-)
-def test_few_values_give_no_interval(few, mean, count):
-    found = interval(np.array(few))
-    assert (found.mean, found.count) == pytest.approx((mean, count), nan_ok=True)
-    assert math.isnan(found.low)
+def test_few_values_give_no_interval():
+    for few, mean, count in (([1.0, 3.0, 2.0], 2.0, 3), ([1.0], 1.0, 1), ([[NAN] * 3] * 2, NAN, 0)):
+        found = interval(np.array(few))
+        assert (found.mean, found.count) == pytest.approx((mean, count), nan_ok=True)
+        assert math.isnan(found.low)
 
 
 def test_an_interval_is_shown_where_there_is_one():
@@ -92,21 +94,22 @@ def test_an_interval_is_shown_where_there_is_one():
     assert f"{interval([0.0, 1.0] * 4).within(0.0, 0.6)}" == "0.500 [0.053, 0.600]"
 
 
-@pytest.mark.parametrize(
-    ("scores", "low", "high"),
-    [
-        ([0.0, 1.0, 1.0], 0, 1),
-        ([0.5, 1.0, NAN], -INF, 1),
-        ([0.0, 0.5], 0, INF),
-        ([0.2, 0.3], -INF, INF),  # of which no end is known
-        ([-1.0, 0.0, 1.0], -INF, INF),
-        ([0.0, 1.0, 7.0], -INF, INF),
-        ([NAN], -INF, INF),
-    ],
-)
-def test_intervals_of_scores_from_0_to_1_stay_there(scores, low, high):
+POSSIBLE = """
+0 1 1 -> 0 1
+.5 1 nan -> -inf 1
+0 .5 -> 0 inf
+.2 .3 -> -inf inf
+-1 0 1 -> -inf inf
+0 1 7 -> -inf inf
+nan -> -inf inf
+"""
+"""Scores, and the ends that are known."""
+
+
+@pytest.mark.parametrize(("scores", "ends"), rows(POSSIBLE))
+def test_intervals_of_scores_from_0_to_1_stay_there(scores, ends):
     """0.938 [0.804, 1.071] of a share, and rises by more than is left."""
-    assert possible(torch.tensor(scores)) == (low, high)
+    assert [*possible(torch.tensor(numbers(scores)))] == numbers(ends)
     tuned = torch.tensor([1.0] * 15 + [0.0])
     assert interval_of_scores(tuned).high == 1
     assert paired(torch.tensor([1.0, 0.0] * 8), tuned).change.high == 0.5
@@ -138,25 +141,25 @@ def test_ranks_by_hand():
     assert (one, two) == (1, 2) and math.isnan(nothing)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ([1.0, 2.0, 3.0], [5.0, 4.0, -3.0], -1.0),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0], 0.8),  # 1 - 6 * (4 * 1) / (5 * 24)
-        # ranks 1 2.5 2.5 4 against 1 2 3 4
-        ([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], 4.5 / math.sqrt(4.5 * 5)),
-        # the member without a score is out of both rankings
-        ([1.0, NAN, 3.0, 2.0], [9.0, 6.0, 5.0, 7.0], -1.0),
-        ([1.0, NAN, NAN], [1.0, 2.0, 3.0], NAN),
-    ],
-)
+SPEARMAN = """
+1 2 3 -> 5 4 -3 -> -1
+1 2 3 4 5 -> 2 1 4 3 5 -> 0.8
+1 2 2 3 -> 1 2 3 4 -> 0.9486832980505138
+1 nan 3 2 -> 9 6 5 7 -> -1
+1 nan nan -> 1 2 3 -> nan
+"""
+"""1 - 6 (4 x 1) / (5 x 24) = .8. Ranks 1 2.5 2.5 4 against 1 2 3 4: 4.5 / sqrt(4.5 x 5). A member
+without a score is out of both rankings."""
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), rows(SPEARMAN))
 def test_spearman_by_hand(a, b, expected):
     """Ranks are halves and sums of few of them: float64 is exact up to the root and the
     quotient."""
-    a, b = torch.tensor(a), torch.tensor(b)
+    a, b = torch.tensor(numbers(a)), torch.tensor(numbers(b))
     # symmetric, and blind to what keeps the order
     for value in (spearman(a, b), spearman(b, a), spearman(a.exp(), b)):
-        assert float(value) == pytest.approx(expected, abs=1e-12, nan_ok=True)
+        assert float(value) == pytest.approx(float(expected), abs=1e-12, nan_ok=True)
 
 
 def test_group_std_leaves_missing_scores_out():

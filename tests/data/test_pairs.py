@@ -58,8 +58,8 @@ def parquet(given, name="a.parquet"):
     return name
 
 
-def pair(chosen="p.png", rejected="q.png", **more):
-    return {"prompt": "a cat", "chosen": chosen, "rejected": rejected, **more}
+def pair(chosen="p.png", rejected="q.png", prompt="a cat", **more):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
 
 
 def described(name, colour=(0, 0, 0), prompt="a cat", **how):
@@ -131,30 +131,36 @@ def test_hpdv2s_folder_beside_its_file_and_three_ranks(folder):
     assert sorted(colours for _, colours, _ in seen(found)) == expected
 
 
-REFUSED = [
+REFUSED = r"""
+{"chosen": "cut.png"} -> row 1: picture
+{"chosen": "cut.png"} -> truncated
+{"chosen": "pairs.jsonl"} -> row 1: picture
+{"rejected": "p.png"} -> are the same picture
+{"chosen": "/etc/hostname"} -> is outside
+{"chosen": "https://x.org/a.png"} -> row 1: chosen: https://x.org/a.png is an address, which is not
+{"chosen": "a\u0000.png"} -> row 1: chosen: is no file name
+{"prompt": " "} -> row 1: should be a prompt
+{"prompt": "NaN"} -> row 1: should be a prompt, is 'NaN'
+{"chosen": null} -> chosen: should be a picture's file name
+"""
+WITHOUT = """
+{"chosen": "p.png", "rejected": "q.png"} -> has no column with prompts
+{"prompt": "a cat", "win": "p.png", "lose": "q.png"} -> known are prompt, chosen, rejected;
+{"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]} -> 1 picture and 2 preferences
+{"caption": "a", "jpg_0": "p.png", "jpg_1": "q.png", "label_0": 0.5, "label_1": 0.5} -> nothing but ties (1)
+[] -> is empty
+["a cat"] -> should be an object
+"""
+LONG = [
     ([pair(f"no{i}.png") for i in range(7)], "7 of 8 pictures cannot be used: row 1: picture"),
     ([pair(f"no{i}.png") for i in range(7)], "; and 2 more"),
-    (pair("cut.png"), "row 1: picture"),
-    (pair("cut.png"), "truncated"),
-    ([pair(), pair("pairs.jsonl")], "row 2: picture"),
-    (pair(rejected="p.png"), "are the same picture"),
-    (pair("/etc/hostname"), "is outside"),
-    ([pair(), pair("https://x.org/a.png")], "row 2: chosen: https://x.org/a.png is an address, which is not"),
     ([pair(), pair("iVBOR" * 999)], "row 2: chosen: is no file name"),
-    ([pair(), pair("a\0.png")], "row 2: chosen: is no file name"),
-    (pair(prompt=" "), "row 1: should be a prompt"),
-    (pair(prompt="NaN"), "row 1: should be a prompt, is 'NaN'"),
-    ({"chosen": "p.png", "rejected": "q.png"}, "has no column with prompts"),
-    ({"prompt": "a cat", "win": "p.png", "lose": "q.png"}, "known are prompt, chosen, rejected;"),
-    (pair(chosen=None), "chosen: should be a picture's file name"),
-    ({"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]}, "1 picture and 2 preferences"),
-    ({"caption": "a", "jpg_0": "p.png", "jpg_1": "q.png", "label_0": 0.5, "label_1": 0.5}, "nothing but ties (1)"),
-    ([], "is empty"),
-    ("a cat", "should be an object"),
-]  # fmt: skip
+]
+CASES = [(pair(**json.loads(more)), words) for more, words in rows(REFUSED)]
+CASES += [(json.loads(given), words) for given, words in rows(WITHOUT)]
 
 
-@pytest.mark.parametrize(("given", "words"), REFUSED)
+@pytest.mark.parametrize(("given", "words"), [*CASES, *LONG])
 def test_what_cannot_be_learnt_from_is_refused(folder, given, words):
     with pytest.raises(UserError) as refusal:
         read_pairs(written(given))

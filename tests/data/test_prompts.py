@@ -27,30 +27,33 @@ def texts(source):
     return [str(prompt) for prompt in read_prompts(source)]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("drawbench.csv", '\ufeffPrompts,Category\r\n"a, ""b""",Colors\r\n\r\nc,x\r\n'),
-        ("excel.CSV", 'sep=;\nkind; Caption\nx;a, "b"\ny;c\n'),
-        ("blank.csv", '\n \nkind; Caption\nx;a, "b"\ny;c\n'),
-        ("a.csv:Kind", 'prompt,Kind\nx,"a, ""b"""\nx,c\n'),
-        ("quoted.tsv", 'Text\tn\n"a, ""b"""\t1\nc\t2\n'),
-        ("plain.TSV", 'n\tprompt\n1\ta, "b"\n2\tc\n'),
-        ("a.json", '["a, \\"b\\"", "c"]'),
-        ("a.JSON", '{"prompts": ["a, \\"b\\"", "c"]}'),
-        ("mjhq.json", '{"i": {"prompt": "a, \\"b\\"", "category": "x"}, "j": {"prompt": "c"}}'),
-        ("pandas.json", '{"caption": {"0": "a, \\"b\\"", "1": "c"}}'),
-        ("formats.json", '{"prompt": "a, \\"b\\""}\n{"prompt": "c"}\n'),
-        ("a.JSONL", '{"Caption": "a, \\"b\\""}\n{"Caption": " c "}\n'),
-        ("b.jsonl:title", '{"prompt": "x", "title": "a, \\"b\\""}\n{"title": "c"}\n'),
-        ("ocr.jsonl", '{"prompt": "a, \\"b\\"", "text": "b"}\n{"prompt": "c", "text": "c"}\n'),
-        ("strings.jsonl", '"a, \\"b\\""\n"c"\n'),
-        ("a.txt", '\ufeffa, "b"\n\n  c  \n'),
-        ("no_suffix", 'a, "b"\n\u00a0\n\u3000\nc\u200b\n'),
-    ],
-)
-def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, name, content):
-    (tmp_path / name.split(":")[0]).write_bytes(content.encode())
+READ = r'''
+drawbench.csv -> \ufeffPrompts,Category\r\n"a, ""b""",Colors\r\n\r\nc,x\r\n
+excel.CSV -> sep=;\nkind; Caption\nx;a, "b"\ny;c\n
+blank.csv -> \n \nkind; Caption\nx;a, "b"\ny;c\n
+a.csv:Kind -> prompt,Kind\nx,"a, ""b"""\nx,c\n
+quoted.tsv -> Text\tn\n"a, ""b"""\t1\nc\t2\n
+plain.TSV -> n\tprompt\n1\ta, "b"\n2\tc\n
+a.json -> ["a, \\"b\\"", "c"]
+a.JSON -> {"prompts": ["a, \\"b\\"", "c"]}
+mjhq.json -> {"i": {"prompt": "a, \\"b\\"", "category": "x"}, "j": {"prompt": "c"}}
+pandas.json -> {"caption": {"0": "a, \\"b\\"", "1": "c"}}
+formats.json -> {"prompt": "a, \\"b\\""}\n{"prompt": "c"}\n
+a.JSONL -> {"Caption": "a, \\"b\\""}\n{"Caption": " c "}\n
+b.jsonl:title -> {"prompt": "x", "title": "a, \\"b\\""}\n{"title": "c"}\n
+ocr.jsonl -> {"prompt": "a, \\"b\\"", "text": "b"}\n{"prompt": "c", "text": "c"}\n
+strings.jsonl -> "a, \\"b\\""\n"c"\n
+a.txt -> \ufeffa, "b"\n\n  c  \n
+no_suffix -> a, "b"\n\u00a0\n\u3000\nc\u200b\n
+'''
+"""A name, and the content as Python writes it."""
+
+
+@pytest.mark.parametrize("row", READ.strip().splitlines())
+def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, row):
+    name, content = row.split(" -> ")
+    content = content.encode().decode("unicode_escape").encode()
+    (tmp_path / name.split(":")[0]).write_bytes(content)
     assert texts(f"{tmp_path}/{name}") == ['a, "b"', "c"]
 
 
@@ -78,36 +81,26 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
     assert texts(tmp_path / "a.tsv") == ['"a", "b"']
 
 
-NOT_UTF_8 = [
-    ("latin-1", "Z\u00fcrich"),
-    ("gbk", "\u7ea2\u8272\u7684\u72d7"),
-    ("shift_jis", "\u732b\u304c"),
-    ("euc_kr", "\uace0\uc591\uc774"),
-    ("cp1251", "\u043a\u043e\u0442"),
-]
+NOT_UTF_8 = """
+latin-1 -> Z\u00fcrich
+gbk -> \u7ea2\u8272\u7684\u72d7
+shift_jis -> \u732b\u304c
+euc_kr -> \uace0\uc591\uc774
+cp1251 -> \u043a\u043e\u0442
+"""
+CODING = "is not UTF-8 .byte .*, line 2.*iconv -f ITS-CODING -t"
 ODD = [
     ("a.txt", b"\n \n", "is empty"),
-    *(
-        (
-            "a.txt",
-            f"a\n{text}".encode(code),
-            "is not UTF-8 .byte .*, line 2.*iconv -f ITS-CODING -t",
-        )
-        for code, text in NOT_UTF_8
-    ),
+    *(("a.txt", f"a\n{text}".encode(code), CODING) for code, text in rows(NOT_UTF_8)),
     ("a.txt", "a".encode("utf-32"), "is not UTF-8 .*iconv -f UTF-32 -t UTF-8"),
     ("a.csv", "prompt\nZ\u00fcrich\n".encode("utf-16"), "is not UTF-8 .*iconv -f UTF-16 -t UTF-8"),
-    (
-        "a.txt",
-        b"a\n" + b"x" * (LONGEST_PROMPT + 1),
-        f"line 2: .* a prompt may have {LONGEST_PROMPT}",
-    ),
+    ("a.txt", "a\n" + "x" * (LONGEST_PROMPT + 1), f"line 2: .* may have {LONGEST_PROMPT}"),
     ("a.txt", b"a\x1b[31mb", "line 1: has the control character"),
-    ("a.txt", "a\n\u200b".encode(), "line 2: has nothing visible"),
-    ("a.txt", b"a\tx\nb\ty\n", "is a table"),
+    ("a.txt", "a\n\u200b", "line 2: has nothing visible"),
+    ("a.txt", "a\tx\nb\ty\n", "is a table"),
     ("absent.txt", None, "there is no such file; name one"),
     *(
-        ("a.csv", f"prompt,n\na,1\n{cell},2\n".encode(), f"line 3: should be a prompt, is '{cell}'")
+        ("a.csv", f"prompt,n\na,1\n{cell},2\n", f"line 3: should be a prompt, is '{cell}'")
         for cell in ("", "nan", "NaN", "None", "null", "NULL", "<NA>", "#N/A")
     ),
 ]
@@ -182,6 +175,18 @@ def parquet(tmp_path, tmp_path_factory, monkeypatch):
     return tmp_path / "train.parquet"
 
 
+WRONG_COLUMNS = """
+FILE:other -> caption, score, holes
+FILE:score -> row 1
+FILE:holes -> row 2: should be a prompt, is None
+FILE:raw -> row 2: is not UTF-8
+FOLDER:train:raw -> row 2: is not UTF-8
+FOLDER:train:text -> no column 'text'; name one after a colon: caption
+FOLDER:test:caption -> cannot be loaded: Unknown split
+hf:nobody/nothing -> hf:nobody/nothing: cannot be loaded
+"""
+
+
 def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch):
     """Dates as text; lists and objects stay, and bytes go."""
     metadata = {"score": 1, "holes": "x", "day": "2026-01-02"}
@@ -192,18 +197,9 @@ def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch)
         prompts = read_prompts(source)
         assert list(map(str, prompts)) == ["a", "Zürich"] and prompts[0].metadata == metadata
         digest_of_prompts(prompts)
-    for source, fact in (
-        (f"{parquet}:other", "caption, score, holes"),
-        (f"{parquet}:score", "row 1"),
-        (f"{parquet}:holes", "row 2: should be a prompt, is None"),
-        (f"{parquet}:raw", "row 2: is not UTF-8"),
-        (f"{folder}:train:raw", "row 2: is not UTF-8"),
-        (f"{folder}:train:text", "no column 'text'; name one after a colon: caption"),
-        (f"{folder}:test:caption", "cannot be loaded: Unknown split"),
-        ("hf:nobody/nothing", "hf:nobody/nothing: cannot be loaded"),
-    ):
+    for source, fact in rows(WRONG_COLUMNS):
         with pytest.raises(UserError, match=fact):
-            read_prompts(source)
+            read_prompts(source.replace("FILE", str(parquet)).replace("FOLDER", folder))
     assert texts(f"{folder}:train[:1]:raw") == ["x"]
     monkeypatch.setattr("g2rpo.data.sources.MOST_ROWS", 1)
     for source in (parquet, folder):

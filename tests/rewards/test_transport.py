@@ -138,64 +138,56 @@ def hang_up(handler, count):
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def wait(after, status=429):
-    return replies("slow down", status, **{"Retry-After": after})
+WAITS = """
+503 7 -> 7
+429 20 -> 20
+429 7.25 -> 7.25
+429 Fri Dec 31 23:59:59 2999 -> 60
+429 Fri, 31 Dec 2999 23:59:59 GMT -> 60
+429 99999999999999999999999999999999999999999999999999 -> 60
+429 soon -> 0.5
+429 Mon, 1 Jan 2001 00:00:00 GMT -> 0.5
+429 Mon, 1 Jan 100000000000000000000 00:00:00 GMT -> 0.5
+"""
+FAULTS = [hang_up, replies("{", **{"Content-Length": "20"}), replies("busy", 503)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "least_s"),
-    [
-        (hang_up, 0.5),
-        (replies("{", **{"Content-Length": "20"}), 0.5),
-        (replies("busy", 503), 0.5),
-        (wait("7", 503), 7),
-        (wait("20"), 20),
-        (wait("7.25"), 7.25),
-        *(
-            (wait(long), 60)
-            for long in ("Fri Dec 31 23:59:59 2999", "Fri, 31 Dec 2999 23:59:59 GMT", "9" * 50)
-        ),
-        *(
-            (wait(none), 0.5)
-            for none in (
-                "soon",
-                "Mon, 1 Jan 2001 00:00:00 GMT",
-                f"Mon, 1 Jan {10**20} 00:00:00 GMT",
-            )
-        ),
-    ],
-)
-def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least_s):
+@pytest.mark.parametrize(("fault", "least"), [*rows(WAITS), *((each, 0.5) for each in FAULTS)])
+def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least):
+    """A status and what `Retry-After` says."""
+    if isinstance(fault, str):
+        status, after = fault.split(" ", 1)
+        fault = replies("slow down", int(status), **{"Retry-After": after})
+
     def answer(handler, count):
         (fault if count <= 2 else scores("a"))(handler, count)
 
     with endpoint_that(answer) as (url, bodies):
         reward = RemoteReward(url, endpoint={"check": False, "timeout_s": PATIENCE_S})
         assert reward(*ONE).isfinite() and len(bodies) == 3 and len(naps) == 2
-    assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
+    assert float(least) <= naps[0] <= max(float(least), 1.0) and max(naps) <= 60
 
 
-BUSY = "You exceeded your current quota, please check your plan and billing details."
+QUOTAS = """
+429 -> {"error": {"message": "...", "type": "insufficient_quota"}} -> 1
+429 -> You exceeded your current quota, please check your plan and billing details. -> 1
+400 -> Your credit balance is too low to access the API -> 1
+402 -> Insufficient Balance -> 1
+429 -> You exceeded your current quota, "retryDelay": "34s" -> 3
+429 1 -> You exceeded your current quota -> 3
+429 -> Rate limit reached for requests. Please try again in 20s -> 3
+"""
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "more", "asked"),
-    [
-        (429, '{"error": {"message": "...", "type": "insufficient_quota"}}', {}, 1),
-        (429, BUSY, {}, 1),
-        (400, "Your credit balance is too low to access the API", {}, 1),
-        (402, "Insufficient Balance", {}, 1),
-        (429, BUSY, {"Retry-After": "1"}, 3),
-        (429, f'{BUSY} "retryDelay": "34s"', {}, 3),
-        (429, "Rate limit reached for requests. Please try again in 20s", {}, 3),
-    ],
-)
-def test_a_spent_quota_is_not_waited_for(naps, status, text, more, asked):
+@pytest.mark.parametrize(("status", "text", "asked"), rows(QUOTAS))
+def test_a_spent_quota_is_not_waited_for(naps, status, text, asked):
     """A server that has answered before: nobody pays within a minute, and what else has this status
-    is left out as the fault of its picture."""
+    is left out as the fault of its picture. A number beside a status is `Retry-After`."""
+    (status, *after), asked = status.split(), int(asked)
+    refusal = replies(text, int(status), **dict(zip(["Retry-After"], after, strict=False)))
 
     def answer(handler, count):
-        (scores("a") if count == 1 else replies(text, status, **more))(handler, count)
+        (scores("a") if count == 1 else refusal)(handler, count)
 
     with endpoint_that(answer) as (url, bodies):
         reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5, "retries": 2})

@@ -1,6 +1,7 @@
 """A vision-language model as judge: the probability of yes from log-probs, and what servers and
 models answer otherwise."""
 
+import json
 import math
 
 import pytest
@@ -48,29 +49,31 @@ def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and
     torch.testing.assert_close(scores, yes / (yes + no), **rounding(16))
 
 
-@pytest.mark.parametrize(
-    ("places", "answer"),
-    [
-        ([("Yes", {"Yes": 0.6, "The": 0.1})], 1.0),
-        ([("no", {"no": 0.6, "The": 0.1})], 0.0),
-        ([("No", {"Yes": 0.0, "No": 0.9})], 0.0),
-        ([("Yes", {"Yes": 0.3, " yes,": 0.15, "**NO": 0.15})], 0.75),
-        ([("The", {"The": 0.9, "yesterday": 0.05})], "begins with 'The'"),
-        ([("Okay", {"Okay": 0.99, "Yes": 2e-6, "No": 1e-9})], "probability of 2e-06 there"),
-        ([("<think>", {"<think>": 1.0})], "thoughts have no end"),
-        ([("<", {}), ("think", {}), (">", {}), ("No", {"No": 1.0})], "thoughts have no end"),
-        ([(each, {each: 0.9}) for each in ("So", "</think>", "\n\n", "Yes", ".")], 1.0),
-        ([(each, {each: 0.9}) for each in ("<|begin_of_box|>", "no", "<|end_of_box|>")], 0.0),
-        ([], "no word"),
-        (None, "no log-probs"),
-    ],
-)
+PLACES = r"""
+[["Yes", {"Yes": 0.6, "The": 0.1}]] -> 1
+[["no", {"no": 0.6, "The": 0.1}]] -> 0
+[["No", {"Yes": 0.0, "No": 0.9}]] -> 0
+[["Yes", {"Yes": 0.3, " yes,": 0.15, "**NO": 0.15}]] -> 0.75
+[["The", {"The": 0.9, "yesterday": 0.05}]] -> begins with 'The'
+[["Okay", {"Okay": 0.99, "Yes": 2e-6, "No": 1e-9}]] -> probability of 2e-06 there
+[["<think>", {"<think>": 1.0}]] -> thoughts have no end
+[["<", {}], ["think", {}], [">", {}], ["No", {"No": 1.0}]] -> thoughts have no end
+[["So", {}], ["</think>", {}], ["\u000a", {}], ["Yes", {"Yes": 0.9}], [".", {}]] -> 1
+[["<|begin_of_box|>", {}], ["no", {"no": 0.9}], ["<|end_of_box|>", {}]] -> 0
+[] -> no word
+null -> no log-probs
+"""
+"""Each token, and probabilities in its place; the answer, or why there is none."""
+
+
+@pytest.mark.parametrize(("places", "answer"), rows(PLACES))
 def test_the_probability_of_yes_is_that_of_the_first_word_after_the_thoughts(places, answer):
     """Of 2e-6 for yes and no together, a ratio says nothing of the picture."""
+    places = json.loads(places)
     tokens = places and [(token, [*listed.items()]) for token, listed in places]
-    said = Said("", "length", [] if places == [] else tokens)
-    if isinstance(answer, float):
-        assert probability_of_yes(said) == pytest.approx(answer)
+    said = Said("", "length", tokens)
+    if answer[0].isdigit():
+        assert probability_of_yes(said) == pytest.approx(float(answer))
     else:
         with pytest.raises(Unread, match=answer):
             probability_of_yes(said)
@@ -152,71 +155,67 @@ def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
     torch.testing.assert_close(scores, wanted, atol=0.0105, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "images", "refusal"),
-    [
-        ({"form": "edit"}, (), "form=edit is for edits, but none of 2 prompts has an input"),
-        ({"form": "final"}, ("a.png",), "prompt 'blue' has an input picture: take form=edit"),
-        ({"form": "edit_yes_no"}, ("a.png",), "None"),
-        ({"form": "final", "template": "Is {prompt} done?"}, ("a.png",), "None"),
-        ({"form": "final"}, (), "None"),
-    ],
-)
+FITTING = """
+form=edit ->  -> form=edit is for edits, but none of 2 prompts has an input
+form=final -> a.png -> prompt 'blue' has an input picture: take form=edit
+form=edit_yes_no -> a.png -> None
+form=final template={prompt} -> a.png -> None
+form=final ->  -> None
+"""
+
+
+@pytest.mark.parametrize(("options", "images", "refusal"), rows(FITTING))
 def test_forms_that_do_not_fit_the_prompts_are_refused(options, images, refusal):
-    said = VLMJudge.fault({"template": None, **options}, ["red", Prompt("blue", images=images)])
-    assert refusal in str(said)
+    given = dict(option.split("=") for option in options.split())
+    prompts = ["red", Prompt("blue", images=images.split())]
+    assert refusal in str(VLMJudge.fault({"template": None, **given}, prompts))
 
 
-THINKING = {"type": "thinking", "thinking": [{"type": "text", "text": "2?"}]}
+TRIALS = """
+final -> {"finish_reason": "length"} -> cut off.*It says: 'Final Score: 3'
+final -> {"finish_reason": "length", "message": {"content": null}} -> cut off
+final -> {"finish_reason": null} -> does not say how it ended
+final -> {"message": {"content": "xxx"}} -> no number for.*It says: 'x{99}[.]{3}$
+final -> {"message": {"content": null, "reasoning_content": "Final Score: 4"}} -> no text
+aspects -> {} -> does not say 'Alignment Score'
+yes_no -> {} -> no log-probs
+edit_yes_no -> {"logprobs": {"content": []}} -> no word
+final -> {} -> read
+final -> {"finish_reason": "STOP"} -> read
+final -> {"message": {"content": "Final Score: 4", "reasoning_content": "2?"}} -> read
+final -> {"message": {"content": [{"type": "thinking"}, {"type": "text", "text": "Final "}, "Score: 4"]}} -> read
+"""
 
 
-@pytest.mark.parametrize(
-    ("form", "more", "refusal"),
-    [
-        ("final", {"finish_reason": "length"}, "cut off.*It says: 'Final Score: 3'"),
-        ("final", {"finish_reason": "length", "message": {"content": None}}, "cut off"),
-        ("final", {"finish_reason": None}, "does not say how it ended"),
-        ("final", {"message": {"content": "x" * 10**5}}, "no number for.*It says: 'x{99}[.]{3}$"),
-        ("final", {"message": {"content": None, "reasoning_content": "Final Score: 4"}}, "no text"),
-        ("aspects", {}, "does not say 'Alignment Score'"),
-        ("yes_no", {}, "no log-probs"),
-        ("edit_yes_no", {"logprobs": {"content": []}}, "no word"),
-        ("final", {}, None),
-        ("final", {"finish_reason": "STOP"}, None),
-        ("final", {"message": {"content": "Final Score: 4", "reasoning_content": "2?"}}, None),
-        ("final", {"message": {"content": [THINKING, {"type": "text", "text": "Final "}, "Score: 4"]}}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "more", "refusal"), rows(TRIALS))
 def test_a_judge_is_tried_on_a_question_before_training(form, more, refusal):
     """One whose answers cannot be read would have given no score, or wrong ones, at every picture."""
     usual = {"message": {"content": "Final Score: 3"}, "finish_reason": "stop"}
+    more = json.loads(more.replace("xxx", "x" * 10**5))
     with chatting() as server:
         server.complete = lambda body: (200, {"choices": [{**usual, **more}]})
-        if refusal is None:
+        if refusal == "read":
             asking(server, form=form)
         else:
             with pytest.raises(NoAnswer, match=f"trial question cannot be read: .*{refusal}"):
                 asking(server, form=form)
 
 
-NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
+FIELDS = """
+{} -> {"max_tokens": 1, "temperature": 0.0}
+{"max_completion_tokens": 9} -> {"max_completion_tokens": 9, "temperature": 0.0}
+{"max_tokens": null, "temperature": null, "extra": {"think": false}} -> {"extra": {"think": false}}
+"""
 
 
-@pytest.mark.parametrize(
-    ("request_of", "sent"),
-    [
-        ({}, {"max_tokens": 1, "temperature": 0.0}),
-        ({"max_completion_tokens": 9}, {"max_completion_tokens": 9, "temperature": 0.0}),
-        ({"max_tokens": None, "temperature": None, **NO_THOUGHTS}, NO_THOUGHTS),
-    ],
-)
-def test_a_null_leaves_a_field_of_requests_out(request_of, sent):
+@pytest.mark.parametrize(("given", "sent"), rows(FIELDS))
+def test_a_null_leaves_a_field_of_requests_out(given, sent):
     """Newer models take max_completion_tokens alone, and no temperature; the trial asks as all."""
     with chatting() as server:
-        asking(server, form="yes_no", request=request_of)(flat(0.5), ["a"])
-        fields = ("max_tokens", "max_completion_tokens", "temperature", *NO_THOUGHTS)
+        asking(server, form="yes_no", request=json.loads(given))(flat(0.5), ["a"])
+        fields = "max_tokens", "max_completion_tokens", "temperature", "extra"
         for body in server.requests:
-            assert {name: body[name] for name in fields if name in body} == sent
+            assert {name: body[name] for name in fields if name in body} == json.loads(sent)
 
 
 def test_scores_of_a_template_of_ones_own_have_its_range(caplog):
@@ -361,11 +360,6 @@ def test_thoughts_are_no_answer(row):
             scores_in(Said(whole.partition(" ...")[0] + "\nFinal Score: 5", "stop"), *FINAL)
 
 
-@pytest.mark.parametrize("ended", ["stop", "end_turn", "eos_token", "stop_sequence"])
-def test_an_answer_that_ended_by_itself_counts(ended):
-    assert scores_in(Said("Final Score: 1", ended), *FINAL) == [1.0]
-
-
 ENDED = """
 length -> cut off .finish_reason: length.; give it more max_tokens
 max_tokens -> cut off
@@ -373,33 +367,29 @@ content_filter -> did not end by itself .finish_reason: content_filter
 """
 
 
-@pytest.mark.parametrize(("ended", "why"), [*rows(ENDED), (None, "does not say how it ended")])
-def test_no_other_answer_counts(ended, why):
-    """A number may be cut in two: 1 of 10."""
-    with pytest.raises(Unread, match=why):
-        scores_in(Said("Final Score: 1", ended), *FINAL)
+def test_an_answer_counts_that_ended_by_itself():
+    """In others a number may be cut in two: 1 of 10."""
+    for ended in ("stop", "end_turn", "eos_token", "stop_sequence"):
+        assert scores_in(Said("Final Score: 1", ended), *FINAL) == [1.0]
+    for ended, why in rows(ENDED):
+        with pytest.raises(Unread, match=why):
+            scores_in(Said("Final Score: 1", ended), *FINAL)
 
 
-@pytest.mark.parametrize(
-    ("form", "numbers", "score"),
-    [
-        ("edit", (8, 2, 4), 8**0.5),
-        ("edit", (2, 8, 4), 8**0.5),
-        ("edit", (0, 8, 9), 0.0),
-        ("edit", (11, 8, 9), NAN),
-        ("aspects", (2.694700002670288, 2.371500015258789, 2.5), 2.522066672643),
-    ],
-)
+COMBINED = """
+edit -> 8 2 4 -> 2.8284271247
+edit -> 2 8 4 -> 2.8284271247
+edit -> 0 8 9 -> 0
+aspects -> 2.694700002670288 2.371500015258789 2.5 -> 2.522066672643
+"""
+
+
+@pytest.mark.parametrize(("form", "numbers", "score"), rows(COMBINED))
 def test_scores_of_several_names_are_combined(form, numbers, score):
     """An edit is no better than its worst part; aspects, decimals as UnifiedReward 2.0 writes them
     (its point_score_ACS_image_generation.py), are averaged."""
-    names, low, high = FORMS[form].scores, FORMS[form].low, FORMS[form].high
-    lines = [f"**{name} (1-5):** {n}" for name, n in zip(names, numbers, strict=True)]
+    of, numbers = FORMS[form], numbers.split()
+    lines = [f"**{name} (1-5):** {n}" for name, n in zip(of.scores, numbers, strict=True)]
     for between in ("\n", ", ", " | "):
-        said = Said(between.join(lines), "stop")
-        if math.isnan(score):
-            with pytest.raises(Unread, match="11, not from 0 to 10"):
-                scores_in(said, names, low, high)
-        else:
-            values = scores_in(said, names, low, high)
-            assert FORMS[form].combine(values) == pytest.approx(score)
+        values = scores_in(Said(between.join(lines), "stop"), of.scores, of.low, of.high)
+        assert of.combine(values) == pytest.approx(float(score))
