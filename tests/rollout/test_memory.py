@@ -195,8 +195,8 @@ def test_auto_is_settled_by_the_memory_of_the_device():
         def available(self):
             return 1000
 
-        def peak(self, call):
-            return 30 * len(call())
+        def peak(self, call, rows):
+            return 30 * len(call(rows))
 
     sizes = BatchSizes(rollout=1, decode=1, micro=1, notify=said.append, auto={"rollout", "decode"})
     sizes.find(policy, policy.encode(["0"]), policy.noise([generator_for(0)]), 10**4, Gauge())

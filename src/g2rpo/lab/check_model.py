@@ -23,6 +23,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
+from g2rpo.core.holding import holding
 from g2rpo.core.images import read_inputs
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plain import Section
@@ -316,13 +317,9 @@ def checks(
 def _as_the_pipeline(policy: DiffusersPolicy) -> Iterator[None]:
     """While entered, the network rounds as the pipeline's own does: without autocast, and without
     adapters, which need it."""
-    before = policy.options
-    policy.options = before.model_copy(update={"autocast": False})
-    try:
-        with policy.base():
-            yield
-    finally:
-        policy.options = before
+    options = policy.options.model_copy(update={"autocast": False})
+    with holding(policy, options=options), policy.base():
+        yield
 
 
 @torch.no_grad()

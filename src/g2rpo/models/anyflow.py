@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.holding import holding
 from g2rpo.core.types import Policy
 from g2rpo.models.adapters import AdapterFile
 from g2rpo.models.embeddings import Stored
@@ -44,7 +45,7 @@ from g2rpo.models.replay import (
 from g2rpo.models.sharding import Sharded
 from g2rpo.models.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, sizes_in
 from g2rpo.models.text import TextEncoders
-from g2rpo.models.tuning import Frozen, Full, LoRA, Tuning, tuned
+from g2rpo.models.tuning import Frozen, Full, LoRA, tuned
 
 if TYPE_CHECKING:
     from g2rpo.models.compiling import Compiled
@@ -87,7 +88,7 @@ class DiffusersPolicy(PipelineFacts, Policy):
         self.one_time = bool(spec.one_time(pipeline))
         self.text = text or TextEncoders(pipeline, spec, o, device)
         self.check_size(o.height, o.width)
-        self.tuning: Tuning = tuned(
+        self.tuning = tuned(
             self.transformer,
             o,
             tuning or o.tuning,
@@ -118,15 +119,11 @@ class DiffusersPolicy(PipelineFacts, Policy):
         """While entered, pictures have another size. ValueError for one that the model cannot
         make."""
         self.check_size(height, width)
-        before = {
-            name: getattr(self, name) for name in ("options", "_beside", "_latent", "_latent_dtype")
-        }
-        self.options = self.options.model_copy(update={"height": height, "width": width})
-        try:
+        options = self.options.model_copy(update={"height": height, "width": width})
+        measured = {name: getattr(self, name) for name in ("_beside", "_latent", "_latent_dtype")}
+        with holding(self, options=options, **measured):
             self._measure()
             yield
-        finally:
-            vars(self).update(before)
 
     @classmethod
     @functools.cache
@@ -134,28 +131,18 @@ class DiffusersPolicy(PipelineFacts, Policy):
         """The policy class for pipelines of this spec."""
         return type(spec.pipeline_class, (cls,), {"spec": spec})
 
-    @contextmanager
-    def in_loss(self) -> Iterator[None]:
+    def in_loss(self) -> AbstractContextManager[None]:
         """While entered, velocities are those of a loss."""
-        self._for_loss = True
-        try:
-            yield
-        finally:
-            self._for_loss = False
+        return holding(self, _for_loss=True)
 
     def merged(self) -> AbstractContextManager[None]:
         return self.tuning.merged()
 
-    @contextmanager
-    def unguided(self) -> Iterator[None]:
+    def unguided(self) -> AbstractContextManager[None]:
         """While entered, velocities are without classifier-free guidance. A scale that is an input of
         the network stays."""
         before, largest = self.guidance_scale, self.spec.unguided
-        self.guidance_scale = before if largest is None else min(before, largest)
-        try:
-            yield
-        finally:
-            self.guidance_scale = before
+        return holding(self, guidance_scale=before if largest is None else min(before, largest))
 
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compiles the transformer's blocks in place with torch.compile, for sampling and training.

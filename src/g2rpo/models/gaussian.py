@@ -3,8 +3,8 @@ tested against exact values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from g2rpo.core.data import Cond
+from g2rpo.core.holding import holding
 from g2rpo.core.noise import per_row
 
 
@@ -66,13 +67,8 @@ class GaussianPolicy:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [self.mean]
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        before, self._in_base = self._in_base, True
-        try:
-            yield
-        finally:
-            self._in_base = before
+    def base(self) -> AbstractContextManager[None]:
+        return holding(self, _in_base=True)
 
     def save(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)

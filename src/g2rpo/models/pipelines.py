@@ -93,7 +93,12 @@ def _installed(kind: str) -> bool:
 
 
 CALL_OPTIONS = (
-    *("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length"),
+    "height",
+    "width",
+    "num_frames",
+    "negative_prompt",
+    "guidance_scale",
+    "max_sequence_length",
 )
 """Options that are arguments of a pipeline's call."""
 
@@ -360,8 +365,5 @@ def loader_of(pipeline: Any) -> str | None:
     None: there is none, and a merged transformer is loaded."""
     if "transformer" in getattr(pipeline, "_lora_loadable_modules", ()):
         return "load_lora_weights"
-    return (
-        "transformer.load_lora_adapter"
-        if hasattr(pipeline.transformer, "load_lora_adapter")
-        else None
-    )
+    name = "load_lora_adapter"
+    return f"transformer.{name}" if hasattr(pipeline.transformer, name) else None

@@ -8,13 +8,14 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_pointer
+from g2rpo.core.holding import holding
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import (
     ABOVE_KEY,
@@ -49,31 +50,22 @@ LOADED = "tuned"
 """The name of an adapter from a file in a transformer."""
 
 
-class Tuning(Protocol):
-    """The transformer of a policy, and what of it is trained. The untrained one has the adapter
-    with which training begins."""
+class _WithAdapters:
+    """A transformer in which adapters act. `base` is the untrained one, which has the adapter with
+    which training begins."""
 
-    active: Any
-    """The transformer to call; inside `base` it may be another one."""
-
-    def named(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name."""
-        ...
-
-    def base(self) -> AbstractContextManager[None]:
-        """While entered, `active` is the untrained transformer. UserError if that was not kept."""
-        ...
+    _acting: Acting
 
     def late(self) -> AbstractContextManager[None]:
         """While entered, adapters that act at early steps alone do not."""
-        ...
+        return self._acting.during(late=True)
 
     def merged(self) -> AbstractContextManager[None]:
         """While entered, calls may be rounded otherwise, where that is faster."""
-        ...
+        return self._acting.merged()
 
 
-class LoRA:
+class LoRA(_WithAdapters):
     """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero,
     so that the model is unchanged; the weights are frozen. Without policy.autocast adapters compute
     in the dtype of their inputs."""
@@ -120,12 +112,6 @@ class LoRA:
 
     def base(self) -> AbstractContextManager[None]:
         return self._acting.during(untrained=True)
-
-    def late(self) -> AbstractContextManager[None]:
-        return self._acting.during(late=True)
-
-    def merged(self) -> AbstractContextManager[None]:
-        return self._acting.merged()
 
     def file(self, above: float = 0.0) -> AdapterFile:
         """The form in which it is saved. The header says above which sigma it acts, `above`. The
@@ -200,21 +186,16 @@ class Full:
     def named(self) -> dict[str, nn.Parameter]:
         return self._named
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
+    def base(self) -> AbstractContextManager[None]:
+        """While entered, `active` is the untrained transformer. UserError if that was not kept."""
         if self._base is None:
             raise UserError(NO_BASE)
-        before, self.active = self.active, self._base
-        try:
-            yield
-        finally:
-            self.active = before
+        return holding(self, active=self._base)
 
     def late(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def merged(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    merged = late
 
     def save(self, directory: Path) -> Path:
         """Writes a transformer's folder, which diffusers reads; returns where."""
@@ -235,7 +216,7 @@ class Full:
         return whole
 
 
-class Frozen:
+class Frozen(_WithAdapters):
     """Nothing is trained, for sampling: the start acts beside the weights, and tuned weights may
     be loaded. `keep_base` keeps a copy of the weights that `load` changes."""
 
@@ -266,18 +247,9 @@ class Frozen:
     def base(self) -> Iterator[None]:
         if self._changed and self._base is None:
             raise UserError(NO_BASE)
-        before, self.active = self.active, self._base or self._transformer
-        try:
-            with self._acting.during(untrained=True):
-                yield
-        finally:
-            self.active = before
-
-    def late(self) -> AbstractContextManager[None]:
-        return self._acting.during(late=True)
-
-    def merged(self) -> AbstractContextManager[None]:
-        return self._acting.merged()
+        active = self._base or self._transformer
+        with holding(self, active=active), self._acting.during(untrained=True):
+            yield
 
     def scale(self, strength: float) -> None:
         """Sets the strength of the loaded adapter; 0 is the untrained model."""

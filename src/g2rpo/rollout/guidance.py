@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
+from g2rpo.core.holding import holding
 from g2rpo.core.images import images_of
 from g2rpo.rollout.engine import Engine
 
@@ -38,24 +39,14 @@ def check_guidance(policy: object, scale: float | None) -> None:
         )
 
 
-@contextmanager
-def guided_by(policy: Any, scale: float | None) -> Iterator[None]:
+def guided_by(policy: object, scale: float | None) -> AbstractContextManager[None]:
     """While entered, the policy has the guidance scale `scale`; None: its own."""
-    if scale is None:
-        yield
-        return
-    before, policy.guidance_scale = policy.guidance_scale, scale
-    try:
-        yield
-    finally:
-        policy.guidance_scale = before
+    return nullcontext() if scale is None else holding(policy, guidance_scale=scale)
 
 
-@contextmanager
-def sized(policy: Any, size: tuple[int, int] | None) -> Iterator[None]:
+def sized(policy: Any, size: tuple[int, int] | None) -> AbstractContextManager[None]:
     """While entered, the policy makes pictures of this height and width; None: of its own."""
-    with policy.sized(*size) if size is not None else nullcontext():
-        yield
+    return nullcontext() if size is None else policy.sized(*size)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class BatchSizes:
         cond and noise have one row. Only current calls are measured: later allocations (gradients,
         moments) must fit into the margin, otherwise sizes are halved then.
         """
-        gauge = gauge or AcceleratorGauge(policy.device)
+        gauge = gauge or Gauge(policy.device)
         calls: dict[Kind, Callable[[int], Tensor]] = {
             "rollout": lambda rows: policy.velocity(
                 _repeat(noise, rows), noise.new_full((rows,), 0.5), cond.rows([0] * rows)
@@ -130,7 +130,7 @@ class BatchSizes:
         }
         for kind in sorted(self.auto):
             limit = int((1 - SAFETY_MARGIN) * gauge.available())
-            rows = largest_batch(partial(_peak, gauge, calls[kind]), limit, most)
+            rows = largest_batch(partial(gauge.peak, calls[kind]), limit, most)
             setattr(self, kind, rows)
             self.notify(
                 f"{SIZE_SETTINGS[kind]}: {rows} rows fit this device with {percent(SAFETY_MARGIN)} of its memory to spare"
@@ -138,39 +138,25 @@ class BatchSizes:
         self.auto.clear()
 
 
-class Gauge(Protocol):
-    """Reads a device's memory, in bytes."""
-
-    def available(self) -> int:
-        """Bytes that this process holds or can allocate."""
-        ...
-
-    def peak(self, call: Callable[[], object]) -> int:
-        """The peak of allocated bytes during `call`."""
-        ...
-
-
-class AcceleratorGauge:
-    """The memory of a CUDA device, or of another accelerator with the same functions in its torch
+class Gauge:
+    """Reads the memory, in bytes, of a CUDA device, or of another accelerator with the same functions in its torch
     module."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, accelerator(device)
 
     def available(self) -> int:
+        """Bytes that this process holds or can allocate."""
         free, _ = self.module.mem_get_info(self.device)
         return free + self.module.memory_reserved(self.device)
 
-    def peak(self, call: Callable[[], object]) -> int:
+    def peak(self, call: Callable[[int], object], rows: int) -> int:
+        """The peak of allocated bytes during a call with so many rows."""
         self.module.empty_cache()
         self.module.reset_peak_memory_stats(self.device)
-        call()
+        call(rows)
         self.module.synchronize(self.device)
         return self.module.max_memory_allocated(self.device)
-
-
-def _peak(gauge: Gauge, call: Callable[[int], object], rows: int) -> int:
-    return gauge.peak(partial(call, rows))
 
 
 def batch_sizes(

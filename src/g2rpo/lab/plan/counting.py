@@ -4,8 +4,8 @@ numbers."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from g2rpo.config.work import plans_in
 from g2rpo.core.data import Cond
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.holding import holding
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
 from g2rpo.core.types import Algorithm
@@ -154,14 +155,9 @@ class _Recorder(GaussianPolicy):
         """Of these, those that are without guidance."""
         self._guided = True
 
-    @contextmanager
-    def unguided(self) -> Iterator[None]:
+    def unguided(self) -> AbstractContextManager[None]:
         """As of a policy that has guidance."""
-        before, self._guided = self._guided, False
-        try:
-            yield
-        finally:
-            self._guided = before
+        return holding(self, _guided=False)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         kind = (
