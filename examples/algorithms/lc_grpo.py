@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.core.data import Batch, Loss
 from g2rpo.core.flow import ode_step
 from g2rpo.core.noise import Normal, per_row, precise
-from g2rpo.core.plain import STRICT
+from g2rpo.core.plain import hyper_parameters
 from g2rpo.core.plans import Plan
 from g2rpo.core.types import Kernel, Network
 
@@ -37,7 +36,7 @@ def langevin_kernel(eta: float) -> Kernel:
     return kernel
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class LCGRPO(FlowGRPO):
     """LC-GRPO: Bridging Train-Inference Gap for Flow-Based GRPO with Langevin Correction, arXiv
     2608.05600. The formulas are the paper's as a detailed summary gives them; no code was found.

@@ -126,13 +126,12 @@ OWN = """
 from typing import Literal
 
 from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 
 from g2rpo.algorithms.flow_grpo import GRPO, window
 from g2rpo.core.plain import STRICT
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class Mine(GRPO):
     name: Literal["mine"] = "mine"
     noisy: PositiveInt = 2

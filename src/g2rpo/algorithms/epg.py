@@ -10,19 +10,18 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.forward_process import SMALLEST_SIZE, Noised, OffPolicy, mean_square
 from g2rpo.core.noise import in_float64
 from g2rpo.core.objectives import mix_rewards, weighted, without_rounding
-from g2rpo.core.plain import STRICT
+from g2rpo.core.plain import hyper_parameters
 
 SMALLEST_TIME = 1e-3
 """From the published code: added to sigma in the denominator of "exact"."""
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class EPG(OffPolicy):
     """EPG, arXiv 2602.04663; defaults for SD3.5 Medium on GenEval (10 steps of DPM-Solver++(2M)
     without guidance, 48 prompts an update; published: GenEval from 0.24 to 0.96).

@@ -15,14 +15,13 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.core.noise import draw_below, generator_for
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.core.plain import STRICT, Count, GroupSize, UpdateEverySetting
+from g2rpo.core.plain import Count, GroupSize, UpdateEverySetting, hyper_parameters
 from g2rpo.core.plans import Plan
 from g2rpo.core.types import Kernel
 
@@ -42,7 +41,7 @@ def window(
     return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class GRPO(PolicyGradient):
     """The common part. The fields are hyper-parameters; class attributes are what defines an
     algorithm, and are set by its class.
@@ -93,7 +92,7 @@ class GRPO(PolicyGradient):
         return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class FlowGRPO(GRPO):
     """Flow-GRPO: Training Flow Matching Models via Online RL, arXiv 2505.05470; defaults for SD3.5
     Medium on GenEval and OCR (10 steps, 48 prompts an update; PickScore: `kl_weight` 0.01;
@@ -120,7 +119,7 @@ class FlowGRPO(GRPO):
         return kl * steps.dsigma
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class FlowCPS(GRPO):
     """Flow-CPS: Coefficients-Preserving Sampling for Reinforcement Learning with Flow Matching,
     arXiv 2509.05952; defaults for SD3.5 Medium on GenEval and OCR (10 steps; PickScore: `kl_weight`
@@ -147,7 +146,7 @@ class FlowCPS(GRPO):
         return cps_kernel(self.eta)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class FlowGRPOFast(FlowCPS):
     """Flow-GRPO-Fast (the repository of arXiv 2505.05470); defaults for SD3.5 Medium and FLUX.1-dev
     without guidance (10 and 6 steps).
@@ -173,7 +172,7 @@ class FlowGRPOFast(FlowCPS):
         return [window(start, start + self.window_size, num_steps, self.shared_noise)]
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class GRPOGuard(GRPO):
     """GRPO-Guard, arXiv 2510.22319: Flow-GRPO with a ratio that is normalised step by step;
     defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is that of the
@@ -216,7 +215,7 @@ def mean_of_each_step(values: Tensor, step: Tensor) -> Tensor:
     return same @ values / same.sum(1)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class FlowDPPO(FlowGRPO):
     """Flow-DPPO: Divergence Proximal Policy Optimization for Diffusion Models, arXiv 2606.11025;
     defaults are Flow-GRPO's for SD3.5 Medium, without its KL term.
@@ -242,7 +241,7 @@ class FlowDPPO(FlowGRPO):
         return torch.where(away & (steps.old_kl >= self.divergence_limit), 0.0, -advantages * ratio)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class TempFlowGRPO(GRPO):
     """TempFlow-GRPO: When Timing Matters for GRPO in Flow Models, arXiv 2508.04324; defaults for
     SD3.5 Medium (10 steps; FLUX.1-dev: `eta` 0.9 and `noise_weight` 1.73).
@@ -276,7 +275,7 @@ class TempFlowGRPO(GRPO):
         return self.noise_weight * steps.std * super().policy_loss(steps)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class DanceGRPO(GRPO):
     """DanceGRPO: Unleashing GRPO on Visual Generation, arXiv 2505.07818; defaults for FLUX.1-dev
     (16 steps, 16 GPUs).
@@ -308,7 +307,7 @@ class DanceGRPO(GRPO):
         return [window(0, noisy, num_steps, self.shared_noise, tuple(trained))]
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class MixGRPO(GRPO):
     """MixGRPO: Unlocking Flow-based GRPO Efficiency with Mixed ODE-SDE, arXiv 2507.21802; defaults
     for FLUX.1-dev (25 steps, 300 iterations).
@@ -375,7 +374,7 @@ class MixGRPO(GRPO):
         return super().advantages(rewards, weights / total if total > 0 else weights)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class MixGRPOFlash(MixGRPO):
     """MixGRPO-Flash: fewer steps after the window, which are not trained, with DPM-Solver++(2M).
 

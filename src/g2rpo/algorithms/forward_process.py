@@ -18,14 +18,13 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.noise import in_float64, per_row
 from g2rpo.core.objectives import RewardMix, mix_rewards
-from g2rpo.core.plain import STRICT, Count, GroupSize
+from g2rpo.core.plain import Count, GroupSize, hyper_parameters
 from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.types import Algorithm, Draw, Network
 
@@ -53,7 +52,7 @@ class Noised:
     group_sum: Tensor | None = None  # [B], where the algorithm uses them
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class ForwardProcess(Algorithm):
     """The common part. The fields are hyper-parameters; class attributes define an algorithm, as in
     `flow_grpo.GRPO`.
@@ -166,7 +165,7 @@ def scaled_error(error: Tensor) -> Tensor:
     return (mean_square(error) / size).to(error.dtype)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class OffPolicy(ForwardProcess):
     """The old weights sample, and each member is noised at times of its own (DiffusionNFT, EPG).
 
@@ -191,7 +190,7 @@ class OffPolicy(ForwardProcess):
         return ranked[: int(num_steps * self.share)]
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class DiffusionNFT(OffPolicy):
     """DiffusionNFT: Online Diffusion Reinforcement with Forward Process, arXiv 2509.16117; defaults
     for SD3.5 Medium (10 steps of DPM-Solver++(2M) without guidance, 48 prompts an update).
@@ -222,7 +221,7 @@ class DiffusionNFT(OffPolicy):
         return clip * (r * positive + (1 - r) * negative) / b
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class AWM(ForwardProcess):
     """AWM: Advantage Weighted Matching, Aligning RL with Pretraining in Diffusion Models, arXiv
     2509.25050; defaults for SD3.5 Medium on OCR (14 steps without guidance, 72 prompts an update;
@@ -287,7 +286,7 @@ class AWM(ForwardProcess):
         return policy.to(noised.velocity.dtype)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class DGPO(ForwardProcess):
     """DGPO: Reinforcing Diffusion Models by Direct Group Preference Optimization, arXiv 2510.08425;
     defaults for SD3.5 Medium on OCR (10 steps, 8 prompts an update; PickScore: `strength` 10,

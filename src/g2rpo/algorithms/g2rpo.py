@@ -23,14 +23,13 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.core.noise import draw_below
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.core.plain import STRICT, Count, Distinct, GroupSize
+from g2rpo.core.plain import Count, Distinct, GroupSize, hyper_parameters
 from g2rpo.core.plans import Plan
 from g2rpo.core.types import Kernel
 
@@ -38,7 +37,7 @@ BranchSteps = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1), Distinc
 Granularities = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class GranularGRPO(PolicyGradient):
     """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first
     half branches). `PolicyGradient` has the log-probs, the ratio and the KL term.

@@ -9,18 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
 from g2rpo.core.data import Batch, Loss
 from g2rpo.core.flow import flow_sde, ode_step, sigma_grid
-from g2rpo.core.plain import STRICT, Count, Distinct
+from g2rpo.core.plain import Count, Distinct, hyper_parameters
 from g2rpo.core.plans import Plan
 from g2rpo.core.types import Network
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class PaveGRPO(GranularGRPO):
     """Pave-GRPO: Beyond Instantaneous Guidance through Principled Average Velocity Decomposition,
     arXiv 2606.01636; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
@@ -86,7 +85,7 @@ def merges(
     return tuple(found)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class EGRPO(GranularGRPO):
     """E-GRPO: High Entropy Steps Drive Effective Reinforcement Learning for Flow Models, arXiv
     2601.00423; defaults of the paper for FLUX.1-dev (16 steps, shift 3, threshold 2.2).

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms import forward_process as forward
@@ -20,7 +19,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import cps_kernel, ode_step
 from g2rpo.core.noise import Normal, draw_below, per_row
 from g2rpo.core.objectives import weighted
-from g2rpo.core.plain import STRICT, Count, GroupSize, UpdateEverySetting
+from g2rpo.core.plain import Count, GroupSize, UpdateEverySetting, hyper_parameters
 from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
@@ -28,7 +27,7 @@ DIFFERENCE_OFFSET = 1e-6
 """From FDFO's code: added to the mean of d^2, by which d is divided."""
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class ReFL(Algorithm):
     """ReFL: reward feedback learning, ImageReward, arXiv 2304.05977; defaults of FlowBP's code
     (arXiv 2606.11075) for FLUX.1-dev and SD3.5 Medium with HPSv2.1 (25 steps).
@@ -95,7 +94,7 @@ class Dirac(Normal):
         return torch.zeros(len(x), device=x.device)
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class FDFO(Algorithm):
     """FDFO: Finite Difference Flow Optimization for RL Post-Training of Text-to-Image Models, arXiv
     2603.12893; defaults for SD3.5 Medium (40 steps without guidance, 432 pairs a rollout and 4
@@ -190,7 +189,7 @@ SMALLEST_NORM = 1e-12
 """From the published code: added to the norm of a gradient, by which it is divided."""
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class OPSD(forward.ForwardProcess):
     """DiffusionOPSD: On-Policy Self-Distillation in Diffusion Models, code worldbench/DiffusionOPSD
     (its paper is not out); defaults for SD3.5 Medium (10 steps of DPM-Solver++(2M) without guidance,

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -18,7 +17,7 @@ from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.flow import flow_sde, sde_kernel
 from g2rpo.core.noise import generator_for
 from g2rpo.core.objectives import weighted
-from g2rpo.core.plain import STRICT, Count, GroupSize
+from g2rpo.core.plain import Count, GroupSize, hyper_parameters
 from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Draw, Kernel
@@ -28,7 +27,7 @@ SMALLEST_STD, SMALLEST_SCALE = 1e-4, 1e-6
 """From the published code: lower bounds of the std of rewards, and of a step's 2 std^2."""
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
+@hyper_parameters
 class SelfOPD(PolicyGradient):
     """Self-OPD: On-Policy Distillation for Flow Matching Models without Teacher, arXiv 2608.26872;
     defaults for SD3.5 Medium on OCR (10 steps, guidance 4.5).

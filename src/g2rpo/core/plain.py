@@ -12,7 +12,7 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import yaml
 from pydantic import (
@@ -25,6 +25,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from g2rpo.core.errors import placed, refuse, shown
 
@@ -56,12 +57,19 @@ Figure = Annotated[
 """A number that may be unknown: NaN, and null in JSON."""
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""The config of a pydantic dataclass of hyper-parameters, checked in YAML and in Python alike:
+Kind = TypeVar("Kind")
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class Mine(PolicyGradient):
-    group_size: GroupSize = 12
-"""
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def hyper_parameters(kind: type[Kind]) -> type[Kind]:
+    """Makes a class a frozen dataclass whose fields are checked in YAML and in Python alike:
+
+    @hyper_parameters
+    class Mine(PolicyGradient):
+        group_size: GroupSize = 12
+    """
+    return pydantic_dataclass(kind, config=STRICT, frozen=True, kw_only=True)  # type: ignore[return-value]
+
 
 GroupSize = Annotated[int, Field(ge=2, le=10_000)]
 """A group of one has no advantage; more than these is a typing error, and would exhaust memory
