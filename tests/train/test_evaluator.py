@@ -24,10 +24,8 @@ def results_of(run_dir, *overrides, **options):
     return json.loads((run_dir / "results.json").read_text()), rows
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_the_final_comparison_ends_where_it_said(tmp_path, tuning):
-    options = ("trainer.iterations=1", f"policy.tuning={tuning}")
-    t = trainer(tmp_path, *options, judges={"dark": darkness})
+def test_the_final_comparison_ends_where_it_said(tmp_path):
+    t = trainer(tmp_path, "trainer.iterations=1", judges={"dark": darkness})
     list(t.train())
     t.final, told = None, []
     compare_all(t, told.append)
@@ -113,7 +111,6 @@ def test_pictures_before_and_after_are_in_the_proportions_of_all():
     places, how = chosen([before, after], 4, 10)
     assert places == [0, 2, 3, 6]
     assert "2 of 4 that became right, 0 of 1 that became wrong, 1 of 2 that stayed right" in how
-    assert chosen([before[:5], before[:5]], 2, 5)[1].endswith("1 of 3 that stayed wrong")
     for right in ([before], [before, None], [None, None]):
         assert chosen(right, 4, 10)[0] == [0, 1, 2, 3]
     assert chosen([None], 8, 3)[0] == [0, 1, 2]

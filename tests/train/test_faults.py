@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -87,15 +88,12 @@ def untouched(tmp_path_factory):
 def dies_at(world, folder, moment):
     """`go_on`, but SIGKILL comes when the run touches its directory for the moment-th time: opens,
     renames or removes there."""
-    left = moment
+    touches = count(1)
 
     def touched(event, arguments):
-        nonlocal left
-        touches = event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
-        if touches and str(arguments[0]).startswith(str(folder)):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        here = event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
+        if here and str(arguments[0]).startswith(str(folder)) and next(touches) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(touched)
     go_on(world, folder)

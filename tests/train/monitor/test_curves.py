@@ -7,22 +7,16 @@ from PIL import Image
 
 from g2rpo.train.monitor.curves import curves, heldout_line, save_figure
 
-
-def rows(*names):
-    """Evaluations of the base and after iterations 5 and 10, and training batches between them."""
-    out = []
-    for iteration in (0, 5, 10):
-        row = {"kind": "eval", "iteration": iteration}
-        for place, name in enumerate(names):
-            row[f"reward/{name}"] = float(place + iteration)
-            row[f"stderr/{name}"] = 0.1 * iteration
-        out += [row, {"kind": "train", "iteration": iteration + 1, f"reward/{names[0]}": 1.0}]
-    return out
+LOG = [
+    {"kind": kind, "iteration": at, "reward/a": at, "reward/b": 1.0 + at, "stderr/b": 0.1 * at}
+    for at in (0, 5, 10)
+    for kind in ("eval", "train")
+]
 
 
 def test_bands_are_95_percent_intervals_of_the_change():
     """Of 16 prompts: the quantile of Student's t with 15 degrees of freedom is 2.1314495."""
-    trained, judged = curves(rows("a", "b"), ["a"], 16).axes
+    trained, judged = curves(LOG, ["a"], 16).axes
     band, points = judged.collections
     corners = {(float(x), round(float(y), 6)) for x, y in band.get_paths()[0].vertices}
     assert {(10.0, round(11 + side * 2.1314495 * 1.0, 6)) for side in (-1, 1)} <= corners
