@@ -65,17 +65,13 @@ def order_in_joint(module: str) -> int:
     return len(JOINT_PARTS) if part is None else JOINT_PARTS.index(part)
 
 
-def _same(
-    transformer: str,
-    *patterns: str,
-    whole: Mapping[str, str] | None = None,
-    original: Mapping[str, str] | None = None,
-    read: Mapping[str, str] | None = None,
-) -> ComfyUI:
-    names = dict.fromkeys(patterns, SAME)
-    return ComfyUI(transformer, "transformer.", names, whole, original, read or {})
+def _same(*patterns: str) -> dict[str, str]:
+    """Names as diffusers has them."""
+    return dict.fromkeys(patterns, SAME)
 
 
+DIFFUSERS = "transformer."
+"""Before those, for ComfyUI."""
 _BLOCK, _SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
 
 
@@ -128,25 +124,27 @@ _FLUX_BLOCKS = (
     r"single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)",
     r"x_embedder|context_embedder|proj_out",
 )
-FLUX = _same(
+FLUX = ComfyUI(
     "FluxTransformer2DModel",
-    *_FLUX_BLOCKS,
-    r"transformer_blocks\.\d+\.norm1(_context)?\.linear|single_transformer_blocks\.\d+\.norm\.linear",
-    r"norm_out\.linear|time_text_embed\.(timestep|text|guidance)_embedder\.linear_[12]",
+    DIFFUSERS,
+    _same(
+        *_FLUX_BLOCKS,
+        r"transformer_blocks\.\d+\.norm1(_context)?\.linear|single_transformer_blocks\.\d+\.norm\.linear",
+        r"norm_out\.linear|time_text_embed\.(timestep|text|guidance)_embedder\.linear_[12]",
+    ),
     whole={},
     original=_FLUX1,
     read=_FLUX1_ENDS,
 )
-CHROMA = _same(
-    "ChromaTransformer2DModel",
-    *_FLUX_BLOCKS,
-    original=_FLUX1,
-)
-FLUX2_NAMES = _same(
+CHROMA = ComfyUI("ChromaTransformer2DModel", DIFFUSERS, _same(*_FLUX_BLOCKS), original=_FLUX1)
+FLUX2_NAMES = ComfyUI(
     "Flux2Transformer2DModel",
-    rf"transformer_blocks\.\d+\.({_JOINT}|ff(_context)?\.linear_(in|out))",
-    r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
-    r"x_embedder|context_embedder|proj_out|norm_out\.linear",
+    DIFFUSERS,
+    _same(
+        rf"transformer_blocks\.\d+\.({_JOINT}|ff(_context)?\.linear_(in|out))",
+        r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
+        r"x_embedder|context_embedder|proj_out|norm_out\.linear",
+    ),
     original=_FLUX2,
 )
 _SD3 = {
@@ -167,25 +165,34 @@ _SD3 = {
     "proj_out": "final_layer.linear",
     r"norm_out\.linear": "final_layer.adaLN_modulation.1",
 }
-SD3 = _same(
+SD3 = ComfyUI(
     "SD3Transformer2DModel",
-    rf"transformer_blocks\.\d+\.({_JOINT}|attn2\.(to_[qkv]|to_out\.0)|ff(_context)?\.{_FF}|norm1(_context)?\.linear)",
-    r"context_embedder|proj_out|norm_out\.linear|time_text_embed\.(timestep|text)_embedder\.linear_[12]",
+    DIFFUSERS,
+    _same(
+        rf"transformer_blocks\.\d+\.({_JOINT}|attn2\.(to_[qkv]|to_out\.0)|ff(_context)?\.{_FF}|norm1(_context)?\.linear)",
+        r"context_embedder|proj_out|norm_out\.linear|time_text_embed\.(timestep|text)_embedder\.linear_[12]",
+    ),
     whole={},
     read=_SD3,
 )
-QWEN_IMAGE = _same(
+QWEN_IMAGE = ComfyUI(
     "QwenImageTransformer2DModel",
-    rf"transformer_blocks\.\d+\.({_JOINT}|(img|txt)_mlp\.{_FF}|(img|txt)_mod\.1)",
-    r"img_in|txt_in|proj_out|norm_out\.linear|time_text_embed\.timestep_embedder\.linear_[12]",
+    DIFFUSERS,
+    _same(
+        rf"transformer_blocks\.\d+\.({_JOINT}|(img|txt)_mlp\.{_FF}|(img|txt)_mod\.1)",
+        r"img_in|txt_in|proj_out|norm_out\.linear|time_text_embed\.timestep_embedder\.linear_[12]",
+    ),
     whole={},
     original={r"transformer_blocks\..+": SAME},
 )
-Z_IMAGE = _same(
+Z_IMAGE = ComfyUI(
     "ZImageTransformer2DModel",
-    r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.(to_[qkv]|to_out\.0)|feed_forward\.w[123])",
-    r"(layers|noise_refiner)\.\d+\.adaLN_modulation\.0",
-    r"all_x_embedder\.2-1|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|cap_embedder\.1|t_embedder\.mlp\.[02]",
+    DIFFUSERS,
+    _same(
+        r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.(to_[qkv]|to_out\.0)|feed_forward\.w[123])",
+        r"(layers|noise_refiner)\.\d+\.adaLN_modulation\.0",
+        r"all_x_embedder\.2-1|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|cap_embedder\.1|t_embedder\.mlp\.[02]",
+    ),
     whole={},
     original={r"(layers|noise_refiner|context_refiner)\..+": SAME},
     read={
@@ -194,10 +201,13 @@ Z_IMAGE = _same(
         r"all_(x_embedder|final_layer)\.2-1(.*)": r"\1\2",
     },
 )
-KREA2 = _same(
+KREA2 = ComfyUI(
     "Krea2Transformer2DModel",
-    r"(transformer_blocks\.\d+|text_fusion\.(layerwise|refiner)_blocks\.[01])\.(attn\.(to_[qkv]|to_gate|to_out\.0)|ff\.(gate|up|down))",
-    r"img_in|time_embed\.linear_[12]|time_mod_proj|txt_in\.linear_[12]|text_fusion\.projector|final_layer\.linear",
+    DIFFUSERS,
+    _same(
+        r"(transformer_blocks\.\d+|text_fusion\.(layerwise|refiner)_blocks\.[01])\.(attn\.(to_[qkv]|to_gate|to_out\.0)|ff\.(gate|up|down))",
+        r"img_in|time_embed\.linear_[12]|time_mod_proj|txt_in\.linear_[12]|text_fusion\.projector|final_layer\.linear",
+    ),
 )
 LTX = ComfyUI(
     "LTXVideoTransformer3DModel",
