@@ -64,16 +64,18 @@ class Life:
 
     def _tell(self, work: str, began: float, over: threading.Event) -> None:
         while not over.wait(LOOK_SECONDS):
-            now = time.monotonic()
-            if not self._paused and now - self._told >= self._patience(now):
-                self._told = now
-                now_done = now_doing() or ("loading libraries" if _importing() else "")
-                what = f": {now_done}" if now_done else ""
-                print(
-                    f"g2rpo: {work}: still working, {now - began:.0f} s{what}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if line := self.line(work, began):
+                print(line, file=sys.stderr, flush=True)
+
+    def line(self, work: str, began: float) -> str:
+        """What is to be said at this moment, if anything."""
+        now = time.monotonic()
+        if self._paused or now - self._told < self._patience(now):
+            return ""
+        self._told = now
+        doing = now_doing() or ("loading libraries" if _importing() else "")
+        line = f"g2rpo: {work}: still working, {now - began:.0f} s"
+        return f"{line}: {doing}" if doing else line
 
     def _patience(self, now: float) -> float:
         """The longest silence at this moment."""
