@@ -88,13 +88,11 @@ def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
         yield PlanChange(tuple(halved))
     if config.policy.dtype == "float32":
         yield PlanChange(("policy.dtype=bfloat16",))
-    whole = (
-        []
-        if config.trainer.sharding == "none" and ranks == 1
-        else ["trainer.sharding=none", "trainer.shard_group=all"]
-    )
     if config.policy.tuning == "full":
-        yield PlanChange(("policy.tuning=lora", "optim.learning_rate=1e-4", *whole))
+        whole = ("trainer.sharding=none", "trainer.shard_group=all")
+        alone = config.trainer.sharding == "none" and ranks == 1
+        low_rank = "policy.tuning=lora", "optim.learning_rate=1e-4"
+        yield PlanChange(low_rank if alone else (*low_rank, *whole))
     if config.policy.quantize == "none":  # full fine-tuning trains weights of full precision
         for fewer_bits in ("int8", "nf4") if installed("bitsandbytes") else ("int8",):
             yield PlanChange((f"policy.quantize={fewer_bits}",))
@@ -107,10 +105,8 @@ def _costing_time(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     checkpointing = "policy.gradient_checkpointing=true"
     if not config.policy.gradient_checkpointing:
         yield [checkpointing]
-    if config.policy.tuning == "lora" and True not in (
-        config.policy.offload,
-        config.policy.compile,
-    ):
+    policy = config.policy
+    if policy.tuning == "lora" and True not in (policy.offload, policy.compile):
         more = [] if config.policy.gradient_checkpointing else [checkpointing]
         yield ["policy.offload=true", *more]
     if config.sampling.decode_batch_size not in ("auto", 1):
@@ -120,20 +116,19 @@ def _costing_time(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     if config.trainer.micro_batch_size > 1:
         yield ["trainer.micro_batch_size=1"]
     for table in ("evaluation.rewards", "rewards"):  # held-out rewards are called less often
-        if on_device := [
-            name
+        moved = [
+            f"{table}.{name}.options.device=cpu"
             for name, options in _all_options(config, table)
             if options.get("device", "cpu") != "cpu"
-        ]:
-            yield [f"{table}.{name}.options.device=cpu" for name in on_device]
+        ]
+        if moved:
+            yield moved
     if config.trainer.shard_group != "all":
         yield ["trainer.shard_group=all"]
     if ranks > 1 and config.policy.tuning == "full" and config.sampling.batch_size != "auto":
         modes = ["none", "training", "full"]
-        yield from (
-            [f"trainer.sharding={mode}"]
-            for mode in modes[modes.index(config.trainer.sharding) + 1 :]
-        )
+        for mode in modes[modes.index(config.trainer.sharding) + 1 :]:
+            yield [f"trainer.sharding={mode}"]
 
 
 def _all_options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
@@ -144,9 +139,8 @@ def _all_options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]
     for name, entry in entries.items():
         kind = find_reward(f"rewards.{name}", entry)
         if kind.is_reward_class:
-            defaults = kind.defaults
-            placed = {"device": "auto"} if "device" in defaults else {}
-            found.append((name, {**defaults, **placed, **entry.options}))
+            placed = {"device": "auto"} if "device" in kind.defaults else {}
+            found.append((name, {**kind.defaults, **placed, **entry.options}))
     return found
 
 
@@ -213,7 +207,7 @@ class Alternative:
     seconds: PlannedSeconds | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlanAnswer:
     """The answer of `g2rpo plan`. `seconds` are None where no datasheet tells them."""
 
@@ -298,28 +292,16 @@ def plan(
     """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, of whose `memory` it
     takes so many GB, and overrides that fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
-    config = planner.config
-    policy = config.policy
+    policy = planner.config.policy
     target = limited_target(device, memory) if memory else find_target(device or policy.device)
     refuse(faults_of_quantization(policy.quantize, policy.tuning))
     refuse(faults_of_offload(policy, policy.tuning, "cuda" if target.cuda else "cpu"))
-    refuse(faults_of_autocast(config))
+    refuse(faults_of_autocast(planner.config))
     result = planner.plan(cuda=target.cuda)
     refuse(faults_of_places(policy, result.model.policy.blocks, target.capacity))
-    seconds = result.seconds(target.card, target.cores) if target.card else None
     alternative = None
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
-        alternative = Alternative(
-            extra,
-            other.memory.needed,
-            other.seconds(target.card, target.cores) if target.card else None,
-        )
-    return PlanAnswer(
-        recipe=recipe,
-        plan=result,
-        target=target,
-        seconds=seconds,
-        alternative=alternative,
-        notes=planner.notes(result),
-    )
+        alternative = Alternative(extra, other.memory.needed, other.seconds_on(target))
+    seconds, notes = result.seconds_on(target), planner.notes(result)
+    return PlanAnswer(recipe, result, target, seconds, alternative, notes)

@@ -79,14 +79,10 @@ def find_target(device: str) -> Target:
         device = pick_device(device, "--device")
         name = torch.cuda.get_device_name(torch.device(device))
         free, total = torch.cuda.mem_get_info(torch.device(device))
-        used = (
-            f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}"
-            if total - free > CONTEXT_BYTES
-            else ""
-        )
-        return Target(
-            f"this machine's {name}{used}", True, free, card_of(name), torch.get_num_threads()
-        )
+        said = f"this machine's {name}"
+        if total - free > CONTEXT_BYTES:
+            said += f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}"
+        return Target(said, True, free, card_of(name), torch.get_num_threads())
     card = find_card(device)
     return Target(card.name, True, int(card.memory_gib * 2**30), card)
 
@@ -133,6 +129,10 @@ class Estimate:
         """The time on a card, by its datasheet, without what ranks send each other."""
         return planned_seconds(self, card, cores)
 
+    def seconds_on(self, target: Target) -> PlannedSeconds | None:
+        """That on a target; None where it has no datasheet."""
+        return self.seconds(target.card, target.cores) if target.card else None
+
 
 def nodes_of(ranks: int, asked: int | None) -> int:
     """The ranks of a node: `asked`, or `RANKS_PER_NODE` where there are more; UserError if they do not divide
@@ -168,12 +168,10 @@ def make_plan(
     whole = config = settled(config, cuda)
     # rank 0's has the earliest branch steps, so most evaluations
     division = divided(config, World(size=ranks))
-    share = division.by_prompt.share(
-        config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration"
-    )
-    config = config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})}
-    )
+    key = "prompts_per_iteration"
+    share = division.by_prompt.share(config.trainer.prompts_per_iteration, f"trainer.{key}")
+    trainer = config.trainer.model_copy(update={key: share})
+    config = config.model_copy(update={"trainer": trainer})
     looking = ranks if heldout >= ranks else 1  # ranks between which an evaluation is divided
     counts = count(config, math.ceil(heldout / looking), division.by_plan)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
@@ -252,16 +250,11 @@ class Planner:
         ranks: int = 1,
         ranks_per_node: int | None = None,
     ) -> None:
-        self.recipe, self.overrides, self.ranks, self.ranks_per_node = (
-            recipe,
-            overrides,
-            ranks,
-            ranks_per_node,
-        )
+        self.recipe, self.overrides = recipe, overrides
+        self.ranks, self.ranks_per_node = ranks, ranks_per_node
         self._notes: list[str] = []
-        self.config = completed(
-            load_config(recipe, overrides, self._notes.append), self._notes.append
-        )
+        note = self._notes.append
+        self.config = completed(load_config(recipe, overrides, note), note)
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         refuse(faults_of_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node)))
         refuse_all(SETTINGS, find_settings(self.config))
@@ -296,10 +289,11 @@ class Planner:
         """(held-out prompts, different prompts of the run, tokens of the longest where they
         count)."""
         config, read = self.config, list[list[str]]()
-        for key, source in (
-            ("prompts.train", config.prompts.train),
-            ("evaluation.prompts", config.evaluation.prompts),
-        ):
+        sources = {
+            "prompts.train": config.prompts.train,
+            "evaluation.prompts": config.evaluation.prompts,
+        }
+        for key, source in sources.items():
             try:
                 read.append(build_prompts(source, key))
             except UserError as error:

@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,14 +69,10 @@ class Calls:
 
     def compiled(self) -> Calls:
         """With the network's calls compiled."""
-        return replace(
-            self,
-            **{
-                name: replace(call, roofline=replace(call.roofline, compiled=True))
-                for name, call in vars(self).items()
-                if name not in ("decode", "judged")
-            },
-        )
+        calls = {name: getattr(self, name) for name in ("velocity", "training", "heldout")}
+        for name, call in calls.items():
+            calls[name] = replace(call, roofline=replace(call.roofline, compiled=True))
+        return replace(self, **calls)
 
 
 Known = dict[tuple[Any, ...], TracedCall]
@@ -113,10 +109,8 @@ def trace_calls(
     casts none; they are not counted here.
     """
     known = {} if known is None else known
-    sampling, plans = (
-        config.sampling,
-        {plan for iteration, _ in counts.kinds for plan in iteration.plans},
-    )
+    sampling = config.sampling
+    plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
     drawn = min(int(sampling.batch_size), counts.heldout)
     rows = counts.largest(lambda it: it.calls) or drawn
     if sampling.guidance_scale is None:  # one call for both
@@ -131,17 +125,11 @@ def trace_calls(
         options += str(config.policy.attention == "math")
         return options, blueprint.text_tokens, config.trainer.sharding != "none", like_cuda, *more
 
-    trained = (
-        passed,
-        sampling.guidance_scale,
-        sampling.num_steps,
-        algorithm_key(config),
-        frozenset(plans),
-    )
     scale = sampling.guidance_scale
+    trained = sampling.num_steps, algorithm_key(config), frozenset(plans)
     keys = {
         "velocity": key("velocity", rows, scale, without=NOT_OF_SAMPLING),
-        "training": key("training", *trained),
+        "training": key("training", passed, scale, *trained),
         "heldout": key("velocity", drawn, None, without=NOT_OF_SAMPLING),
         "decode": key("decode", pictures, without=NOT_OF_DECODING),
     }
@@ -212,12 +200,10 @@ def training_pass(
     algorithm = config.algorithm
     nothing = torch.zeros(algorithm.group_size)
     sigmas = sigma_grid(config.sampling.num_steps)
-    rollouts = [dry_rollout(plan, algorithm.group_size, sigmas, shapes.latent) for plan in plans]
-    examples = [
-        example
-        for rollout in rollouts
-        for example in algorithm.examples(rollout, nothing, generator_for)
-    ]
+    examples = []
+    for plan in plans:
+        rollout = dry_rollout(plan, algorithm.group_size, sigmas, shapes.latent)
+        examples += algorithm.examples(rollout, nothing, generator_for)
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
@@ -313,31 +299,20 @@ def _standing_for(
             passed_on = set() if torch.is_grad_enabled() else meter.sizes(out).keys()
             meter.multiply(born - passed_on, standing[block])
 
-    handles = [
-        handle
-        for block in standing
-        for handle in (
-            block.register_forward_pre_hook(enter, with_kwargs=True),
+    with ExitStack() as hooks:
+        for block in standing:
+            hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
             # checkpointing ends recomputation by an exception
-            block.register_forward_hook(leave, always_call=True),
-        )
-    ]
-    try:
-        with Meter(
+            hooks.enter_context(block.register_forward_hook(leave, always_call=True))
+        meter = Meter(
             kept, lambda: kernel_times[(entered or backward)[-1]] if entered or backward else 1
-        ) as meter:
-            yield meter
-    finally:
-        for handle in handles:
-            handle.remove()
+        )
+        yield hooks.enter_context(meter)
 
 
-def _with_gradient(values: Any) -> Iterator[Tensor]:
-    return (
-        leaf
-        for leaf in tree_leaves(values)
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-    )
+def _with_gradient(values: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.grad_fn is not None]
 
 
 def _permanent_tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:

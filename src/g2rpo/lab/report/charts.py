@@ -106,9 +106,8 @@ def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
     charts = []
     trained = {name for group in groups for name in group.config.trained}
     refitted = {name for group in groups for run in group.runs for name in run.refitted()}
-    for name in sorted(
-        _union(group.runs[0].rewards() for group in groups), key=lambda name: name not in trained
-    ):
+    names = _union(group.runs[0].rewards() for group in groups)
+    for name in sorted(names, key=lambda name: name not in trained):
         lines = []
         for group in groups:
             batches = thin(*group.series(f"reward/{name}"))
@@ -134,19 +133,12 @@ def look_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
     for name, note in LOOKS.items():
         lines = []
         for group in groups:
-            (x, low), (_, high) = (
-                group.series(f"image/{name}/{end}", "eval") for end in ("low", "high")
+            means, (x, low), (_, high) = (
+                group.series(f"image/{name}{end}", "eval") for end in ("", "/low", "/high")
             )
             ends = list(zip(low, high, strict=True))
             lines.append(CurveLine(group.label("base"), x, low, group.style, ends, "range"))
-            lines.append(
-                CurveLine(
-                    group.label("mean"),
-                    *group.series(f"image/{name}", "eval"),
-                    group.style,
-                    look="marked",
-                )
-            )
+            lines.append(CurveLine(group.label("mean"), *means, group.style, look="marked"))
         charts += _chart(groups, name.capitalize(), note, lines, ("pictures",))
     return charts
 

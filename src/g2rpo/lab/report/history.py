@@ -88,11 +88,9 @@ class RunHistory:
     @cached_property
     def heldout(self) -> int:
         """The number of held-out prompts: of those asked for, if the base's scores are not kept."""
-        return (
-            len(read_rows(self.files.scores(0)))
-            if 0 in self.kept
-            else self.config.evaluation.num_prompts
-        )
+        if 0 in self.kept:
+            return len(read_rows(self.files.scores(0)))
+        return self.config.evaluation.num_prompts
 
     def scores(self, iteration: int) -> dict[str, Tensor]:
         """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right
@@ -195,11 +193,10 @@ class SeedGroup:
             return heldout_line(label, run.evaluations, reward, run.heldout, self.style)
         scores = [table[reward].double() for table in self.tables.values()]
         means = [float(each.nanmean()) for each in scores]
-        changes = [paired(scores[0], each).change for each in scores]
-        ends = [
-            (y - one.mean + one.low, y - one.mean + one.high)
-            for y, one in zip(means, changes, strict=True)
-        ]
+        ends = []
+        for mean, each in zip(means, scores, strict=True):
+            change = paired(scores[0], each).change
+            ends.append((mean - change.mean + change.low, mean - change.mean + change.high))
         return CurveLine(label, [*self.tables], means, self.style, ends, "marked")
 
     def results(self, key: str) -> list[Any]:
@@ -267,13 +264,12 @@ def seed_groups(runs: Sequence[RunHistory]) -> list[SeedGroup]:
     name) and have kept the scores of their evaluations."""
     groups: list[list[RunHistory]] = []
     for run in runs:
-        home = next(
-            (group for group in groups if all(_differ_in_seed(other, run) for other in group)), None
-        )
-        if home is None:
-            groups.append([run])
+        for group in groups:
+            if all(_differ_in_seed(other, run) for other in group):
+                group.append(run)
+                break
         else:
-            home.append(run)
+            groups.append([run])
     return [SeedGroup(tuple(group), style, len(groups) == 1) for style, group in enumerate(groups)]
 
 
@@ -328,11 +324,11 @@ def _in_training(group: SeedGroup) -> str:
             continue
         digits = decimals_of(margin / 2)
         way = (
-            "no clear change yet"
-            if abs(change) <= margin
-            else "rising"
-            if change > 0
+            "rising"
+            if change > margin
             else "falling"
+            if -change > margin
+            else "no clear change yet"
         )
         told.append(f"{name}: {way}, {signed(change, digits)} ± {fixed(margin, digits)}")
     return f"In training {'; '.join(told)}; held-out prompts are not evaluated yet."
@@ -384,8 +380,5 @@ def _with_and(names: list[str]) -> str:
 
 def model_name(policy: PolicyConfig) -> str:
     """A description of the model."""
-    return (
-        "the tiny FLUX that comes with g2rpo"
-        if policy.path in ("testbed", "words")
-        else policy.path
-    )
+    embedded = policy.path in ("testbed", "words")
+    return "the tiny FLUX that comes with g2rpo" if embedded else policy.path
