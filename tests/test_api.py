@@ -48,27 +48,26 @@ def test_libraries_are_as_quiet_as_at_the_command_line():
 
 
 def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
-    notes, policy = Notes(), GaussianPolicy()
-    given = {"policy": policy, "prompts": PROMPTS, "heldout": PROMPTS[:3], "trackers": [notes]}
-    given |= {"rewards": {"bright": brightness}, "judges": {"dark": darkness}}
-    shorter = ["trainer.iterations=2", "sampling.num_steps=6", "evaluation.every=2"]
+    notes, policy, run = Notes(), GaussianPolicy(), Run(tmp_path / "run")
 
     def made(*overrides, **more):
-        overrides = [*shorter, *overrides]
-        algorithm = MixGRPO(group_size=4)
+        shorter = "trainer.iterations=2", "sampling.num_steps=6", "evaluation.every=2"
         return api.trainer(
-            "scenes", overrides, tmp_path / "run", algorithm=algorithm, **given, **more
+            "scenes",
+            [*shorter, *overrides],
+            run.path,
+            algorithm=MixGRPO(group_size=4),
+            **{**given(policy), "trackers": [notes], **more},
         )
 
     trainer = made()
     assert trainer.policy is policy and isinstance(trainer.algorithm, MixGRPO)
     rows = list(trainer.train())
     assert [row["kind"] for row in rows] == ["eval", "train", "train", "eval"]
-    assert rows == Run(tmp_path / "run").read_log()
+    assert rows == run.read_log()
     (start, *logged, end) = notes.seen
     assert (start, end) == (("start", "run", 0), ("finish", True))
-    pictures = ["eval/samples"]
-    first, last = ("eval", 0, pictures), ("eval", 2, pictures)
+    first, last = (("eval", iteration, ["eval/samples"]) for iteration in (0, 2))
     assert logged == [first, ("train", 1, []), ("train", 2, []), last]
     table = trainer.finish()
     assert table["bright"].tuned == -table["dark"].tuned
@@ -79,17 +78,27 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
         made()
     more = made("trainer.iterations=3", resume=True)
     assert [row["iteration"] for row in more.train()] == [3, 3]
-    kept = Run(tmp_path / "run").read_config()
+    kept = run.read_config()
     assert kept.rewards["bright"].kind == kept.prompts.train == kept.policy.path == "python"
 
 
+def given(policy):
+    """Objects for all that a recipe names."""
+    scored = {"rewards": {"bright": brightness}, "judges": {"dark": darkness}}
+    return {"policy": policy, "prompts": PROMPTS, "heldout": PROMPTS[:3], **scored}
+
+
 def test_the_weight_in_the_config_is_that_of_the_object():
-    overrides = ["rewards.bright.weight=0.25", "trainer.iterations=1"]
-    objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": PROMPTS}
-    trainer = api.trainer(
-        "scenes", overrides, rewards={"bright": brightness, "dark": darkness}, judges={}, **objects
-    )
+    """What is not given is what the recipe says."""
+    objects = {**given(GaussianPolicy()), "rewards": {"bright": brightness, "dark": darkness}}
+    weight = ["rewards.bright.weight=0.25"]
+    trainer = api.trainer("scenes", weight, **{**objects, "judges": {}})
     assert trainer.reward_weights.tolist() == [0.25, 1.0] and trainer.judges == {}
+    overrides = ["evaluation.num_prompts=2", "trainer.iterations=1"]
+    trainer = api.trainer("scenes", overrides)
+    assert trainer.config == load_config("scenes", overrides)
+    assert list(trainer.rewards) == ["scene_accuracy"] and len(trainer.heldout) == 2
+    assert trainer.run_dir is None
 
 
 NO_LIST = "should be a list of texts, such as"
@@ -139,14 +148,6 @@ def test_a_config_is_taken_as_it_is_and_names_are_those_that_its_file_can_hold(g
 def test_one_text_is_no_list_of_prompts(call):
     with pytest.raises(UserError, match="prompts: should be a list of texts"):
         call("a red circle")
-
-
-def test_without_objects_it_is_what_the_recipe_says():
-    overrides = ["evaluation.num_prompts=2", "trainer.iterations=1"]
-    trainer = api.trainer("scenes", overrides)
-    assert trainer.config == load_config("scenes", overrides)
-    assert list(trainer.rewards) == ["scene_accuracy"] and len(trainer.heldout) == 2
-    assert trainer.run_dir is None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab import serving
-from g2rpo.lab.serving import Address, check_address, token_for
+from g2rpo.lab.serving import Address, token_for
 from g2rpo.rewards.server import RewardServer
 from tests.support.commands import done, refused
 from tests.support.ports import free_port
@@ -40,11 +40,11 @@ def test_a_name_of_a_proxy_stands_in_for_a_token():
 
 def test_an_address_can_be_listened_on_or_is_refused():
     port = free_port()
-    check_address("127.0.0.1", port)
-    check_address("127.0.0.1", port)  # it is free again
+    Address("127.0.0.1", port).check()
+    Address("127.0.0.1", port).check()  # it is free again
     for host in ("no such host", "192.0.2.1"):  # the second is kept for documentation (RFC 5737)
         with pytest.raises(UserError, match=f"cannot serve on {host}:{port}: "):
-            check_address(host, port)
+            Address(host, port).check()
 
 
 @pytest.mark.parametrize("kind", ["{}/own.py:redness", "hpsv2"])

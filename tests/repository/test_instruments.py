@@ -6,21 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from studies.credit import alignment_of, explained, signal_of
+from studies.credit import alignment_of, explained
 from studies.directions import correlation_parts, cosine_parts, ratio
-
-
-def test_a_cosine_is_with_the_sum_of_all_others():
-    vectors = np.random.default_rng(0).normal(size=(5, 7)) + 0.5
-    found = signal_of(vectors @ vectors.T)
-    others = vectors.sum(0) - vectors
-    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(others, axis=1)
-    cosines = (vectors * others).sum(1) / lengths
-    assert found.cosine == pytest.approx(cosines.mean()) and found.groups(0.2) == pytest.approx(4)
-    vectors[:2] = 0
-    assert signal_of(vectors @ vectors.T).silent == 0.4
-    nothing = signal_of(np.zeros((4, 4)))
-    assert nothing.silent == 1 and nothing.groups() == math.inf
 
 
 def test_an_alignment_is_with_the_direction_of_the_others():

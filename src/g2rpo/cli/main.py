@@ -11,7 +11,7 @@ import sys
 import traceback
 from contextlib import suppress
 from functools import cache
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.text import Text
@@ -96,36 +96,24 @@ def main(arguments: list[str] | None = None) -> None:
         with Stopping().handling(*stop_signals()), LIFE.of(work):
             command(words)
     except UserError as error:
-        again = (
-            f"\n{shlex.join(['g2rpo', *given, *needed])}"
-            if (needed := getattr(error, "options", None))
-            else ""
-        )
-        _tell_error(f"{error}{again}", "bold red")
-        sys.exit(2)
+        needed = getattr(error, "options", ())
+        again = f"\n{shlex.join(['g2rpo', *given, *needed])}" if needed else ""
+        _end(f"{error}{again}")
     except OSError as error:
         if error.errno not in UNUSABLE or error.filename is None:
             raise
-        _tell_error(
-            f"{str(error.filename)[:300]}: cannot be used ({error.strerror}); name another file or folder",
-            "bold red",
-        )
-        sys.exit(2)
+        name = str(error.filename)[:300]
+        _end(f"{name}: cannot be used ({error.strerror}); name another file or folder")
     except (Stopped, Interrupted) as stop:
-        _tell_error(str(stop), "bold yellow")
-        sys.exit(stop.exit_code)
+        _end(str(stop), stop.exit_code, "bold yellow")
     except (MemoryError, RuntimeError) as error:
         if (unable := without_operator(error)) is not None:
-            _tell_error(unable, "bold red")
-            sys.exit(2)
+            _end(unable)
         if not out_of_memory(error):
             raise
         remedy = "take smaller pictures or batches, policy.dtype=bfloat16, or a device with more memory (see `g2rpo plan`)"
-        _tell_error(
-            f"out of memory: {str(error).splitlines()[0] if str(error) else 'Python has no more'}\n{remedy}",
-            "bold red",
-        )
-        sys.exit(2)
+        said = str(error).partition("\n")[0] or "Python has no more"
+        _end(f"out of memory: {said}\n{remedy}")
 
 
 def from_home(word: str) -> str:
@@ -157,9 +145,9 @@ def plugins_first(arguments: list[str]) -> list[str]:
     return [*first, *rest]
 
 
-def _tell_error(message: str, style: str) -> None:
-    """Prints a message without markup or control characters, which text from files and servers may
-    contain.
+def _end(message: str, code: int = 2, style: str = "bold red") -> NoReturn:
+    """Ends the command with a message without markup or control characters, which text from files
+    and servers may contain.
 
     With G2RPO_TRACEBACK=1 the traceback comes before it.
     """
@@ -174,3 +162,4 @@ def _tell_error(message: str, style: str) -> None:
         Heard(stderr=True).print(
             Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True
         )
+    sys.exit(code)

@@ -249,7 +249,7 @@ class Judging(Evaluator):
             if (rows := self._finished(chunk)) is None:
                 raise ValueError(f"{self.files.path}: {chunk.name} is not finished")
             found += rows
-        return [row for row in found if all(row.get(key) == value for key, value in of.items())]
+        return _where(found, of)
 
     def results(self) -> list[Row]:
         """Per step count and reward the means of base and tuned (those evaluated), and of their
@@ -352,8 +352,11 @@ class Judging(Evaluator):
 def scores_where(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
     """Scores [N] by reward of the rows that have these values, in float64, and the verdicts where
     rewards define right pictures."""
-    chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
-    return {name: values.double() for name, values in values_of(chosen).items()}
+    return {name: values.double() for name, values in values_of(_where(rows, of)).items()}
+
+
+def _where(rows: Sequence[Row], of: Mapping[str, Any]) -> list[Row]:
+    return [row for row in rows if all(row.get(key) == value for key, value in of.items())]
 
 
 def _read_painted(path: Path) -> Tensor:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 from g2rpo.config.resolve import parse_options
@@ -55,11 +56,17 @@ class Address:
 
     def check(self) -> None:
         """UserError if no server can listen there now, for example because the port is taken."""
-        check_address(self.host, self.port)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with self.refused(), socket.create_server((self.host, self.port), family=family):
+            pass
 
-    def refused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def refused(self) -> Iterator[None]:
         """While entered, an address that cannot be served on is a UserError."""
-        return refused(self.host, self.port)
+        try:
+            yield
+        except (ValueError, OSError, OverflowError) as error:
+            raise UserError(f"cannot serve on {self.host}:{self.port}: {error}") from error
 
 
 def token_for(host: str, variable: str | None) -> str | None:
@@ -79,22 +86,6 @@ def token_for(host: str, variable: str | None) -> str | None:
     return token
 
 
-def check_address(host: str, port: int) -> None:
-    """UserError if no server can listen there now, for example because the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with refused(host, port), socket.create_server((host, port), family=family):
-        pass
-
-
-@contextmanager
-def refused(host: str, port: int) -> Iterator[None]:
-    """While entered, an address that cannot be served on is a UserError."""
-    try:
-        yield
-    except (ValueError, OSError, OverflowError) as error:
-        raise UserError(f"cannot serve on {host}:{port}: {error}") from error
-
-
 def serve_reward(
     kind: str,
     options: Sequence[str],
@@ -109,7 +100,7 @@ def serve_reward(
         raise UserError("serve-reward needs uvicorn and starlette: pip install uvicorn starlette")
     from g2rpo.rewards.server import RewardServer
 
-    token = token_for(host, token_env)
+    where = Address.checked(host, port, token_env)
     if plugins.is_code(kind):
         plugins.allow(kind)
     name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
@@ -118,20 +109,17 @@ def serve_reward(
         pick_device(str(own["device"]), "device")
     table = {name: RewardConfig(kind=kind, options=own)}
     check_rewards_alone(table)
-    check_address(host, port)
+    where.check()
     reward = build_rewards(table)[name]
-    with refused(host, port):
-        server = RewardServer(reward, host, port, token=token)
+    with where.refused():
+        server = RewardServer(reward, host, port, token=where.token)
     with server:
         emit(Line(f"{kind} at {server.address}; use it as"))
-        given = {
-            "url": server.address,
-            **({"endpoint": {"token_env": token_env}} if token_env else {}),
-        }
-        overrides = shlex.join(
-            [f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"]
-        )
-        emit(Serving(f"  {overrides}"))
+        given: dict[str, Any] = {"url": server.address}
+        if token_env:
+            given["endpoint"] = {"token_env": token_env}
+        options = [f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"]
+        emit(Serving(f"  {shlex.join(options)}"))
         with until_ctrl_c():
             server.serve_forever()
         emit(Line("stopped"))

@@ -313,30 +313,26 @@ def test_what_loading_takes_of_the_host_is_one_copy_of_the_files(tmp_path, flux_
 def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(
     flux_directory, sd3_directory, model, overrides
 ):
-    c = config(flux_directory if model == "flux" else sd3_directory, *overrides)
+    c = config({"flux": flux_directory, "sd3": sd3_directory}[model], *overrides)
     t, parts = train(c), planned(c).memory.parts
     t.iterate()
     learner, pipeline = t.learner, t.policy.pipeline
-    trained = list(learner.parameters)
-    moments = [value for of in learner.optimizer.state.values() for value in of.values()]
-    average = learner.average.module.parameters() if learner.average else []
-    base = getattr(t.policy.tuning, "_base", None)
-    encoders = [
-        part
-        for name, part in pipeline.components.items()
-        if name.startswith("text_encoder") and part is not None
-    ]
-    for part, tensors in {
-        "trained weights": trained,
-        "moments": moments,
-        "moving average": average,
+    average, base = learner.average, getattr(t.policy.tuning, "_base", None)
+    held = {
+        "trained weights": learner.parameters,
+        "moments": [value for of in learner.optimizer.state.values() for value in of.values()],
+        "moving average": average.module.parameters() if average else [],
         "base copy for the KL term": base.parameters() if base else [],
-    }.items():
-        assert parts.get(part, 0) == sum(tensor.nbytes for tensor in tensors), part
-    assert all(weight.grad is None for weight in trained)
-    assert parts["frozen weights"] == size_of(pipeline.transformer) - parts["trained weights"]
-    assert parts["VAE"] == size_of(pipeline.vae)
-    assert parts["text encoders"] == sum(map(size_of, encoders))
+    }
+    encoders = [part for name, part in pipeline.components.items() if name in ENCODERS and part]
+    expected = {part: sum(tensor.nbytes for tensor in own) for part, own in held.items()}
+    expected["frozen weights"] = size_of(pipeline.transformer) - parts["trained weights"]
+    expected |= {"VAE": size_of(pipeline.vae), "text encoders": sum(map(size_of, encoders))}
+    assert {part: parts.get(part, 0) for part in expected} == expected
+    assert all(weight.grad is None for weight in learner.parameters)
+
+
+ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
 
 
 def real_peak(run):
@@ -379,26 +375,19 @@ def test_traced_activations_are_the_allocators(deep, one_thread, model, override
     blueprint = read_blueprint(c.policy)
     predicted = trace_calls(blueprint, c, count(c, 3), like_cuda=False)
     policy = load.build_policy(c.policy)
-    shapes = shapes_of(policy, blueprint)
+    shapes, plans = shapes_of(policy, blueprint), c.algorithm.plans(c.sampling.num_steps)
     for parameter in policy.trainable_parameters():
         parameter.grad = torch.zeros_like(parameter)
-
-    @torch.no_grad()
-    def velocity():
-        policy.velocity(*trace.inputs(policy, shapes, 8))
-
-    def training():
-        trace.training_pass(policy, c, shapes, c.algorithm.plans(c.sampling.num_steps), 8)
-
-    @torch.no_grad()
-    def decode():
-        policy.decode(torch.zeros(4, *shapes.latent))
-
-    # some CPUs convolve bfloat16 in copies of their own, of twice what decoding holds
-    for run in (velocity, training, *([] if NARROW in overrides else [decode])):
+    calls = {
+        "velocity": torch.no_grad()(lambda: policy.velocity(*trace.inputs(policy, shapes, 8))),
+        "training": lambda: trace.training_pass(policy, c, shapes, plans, 8),
+        "decode": torch.no_grad()(lambda: policy.decode(torch.zeros(4, *shapes.latent))),
+    }
+    if NARROW in overrides:  # some CPUs convolve in copies of their own, of twice what is held
+        del calls["decode"]
+    for name, run in calls.items():
         run()  # what is made once is made
-        traced = getattr(predicted, run.__name__).peak
-        assert traced == pytest.approx(real_peak(run), rel=0.1), run.__name__
+        assert getattr(predicted, name).peak == pytest.approx(real_peak(run), rel=0.1), name
 
 
 @pytest.mark.slow

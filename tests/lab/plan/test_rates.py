@@ -9,15 +9,12 @@ from torch.nn import functional as F
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count
-from g2rpo.lab.plan.fake_tensors import CudaAutocast
 from g2rpo.lab.plan.kernels import (
     ATTENTION,
     BACKWARD,
     CONVOLUTIONS,
     MOVING,
     PRODUCTS,
-    RATES,
-    Kernel,
     Meter,
     Rates,
     Roofline,
@@ -104,16 +101,6 @@ def test_a_call_of_fewer_rows_has_the_same_weights():
         )
 
 
-@pytest.mark.parametrize(("card", "slower"), [("h100", True), ("rtx4090", False), ("a100", False)])
-def test_the_kernel_of_attention_enters_on_hopper(card, slower):
-    kernel = Kernel(ATTENTION, 1e12, "bfloat16", {}, {})
-    took = {
-        kind: Roofline((kernel,), attention=kind).seconds(CARDS[card])[ATTENTION]
-        for kind in ("auto", "flash", "cudnn")
-    }
-    assert took["auto"] == took["flash"] and (took["flash"] > took["cudnn"]) == slower
-
-
 @pytest.mark.parametrize(("card", "slower"), [("h100", False), ("l40s", True), ("a100", False)])
 def test_the_gradient_of_attention_is_slower_on_cards_with_gddr(card, slower):
     """A training pass with many tokens was planned 1.5 times too fast there."""
@@ -135,19 +122,6 @@ def test_convolutions_and_compiled_networks_have_rates_of_their_own():
         for fused in (False, True)
     )
     assert compiled[CONVOLUTIONS] == eager[CONVOLUTIONS] and compiled[MOVING] == eager[MOVING] / 2
-
-
-def test_group_norms_between_interleaved_convolutions_are_two_copies_more():
-    """CUDA has them of separate channels alone."""
-    convolution = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    network = torch.nn.Sequential(
-        convolution, torch.nn.GroupNorm(2, 4), torch.nn.SiLU(), convolution
-    )
-    CudaAutocast().apply_to(network)
-    picture = torch.ones(1, 4, 8, 8).contiguous(memory_format=torch.channels_last)
-    kinds = [kernel.kind for kernel in traced(lambda: network(picture)).kernels]
-    # apart, norm, SiLU, back
-    assert kinds == [CONVOLUTIONS, MOVING, MOVING, MOVING, MOVING, CONVOLUTIONS]
 
 
 @pytest.mark.slow
@@ -212,11 +186,3 @@ def whole(blueprint, policy):
 def traced_calls(directory, *overrides):
     c = config(directory, *overrides)
     return trace_calls(read_blueprint(c.policy), c, count(c, 3), like_cuda=True)
-
-
-def test_convolutions_of_float32_are_in_tf32_on_nvidias_cards():
-    """As torch has it by default: at half of bfloat16's rate. Products of float32 are not."""
-    for card, half in (("h200", True), ("a100", True), ("mi300x", False)):
-        whole, rounded = (RATES.convolved(CARDS[card], dtype) for dtype in ("float32", "bfloat16"))
-        assert (whole == rounded / 2) == half
-        assert RATES.products(CARDS[card], "float32") < RATES.products(CARDS[card], "bfloat16") / 4

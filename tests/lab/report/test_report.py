@@ -28,7 +28,6 @@ from g2rpo.train.evaluation.heldout import (
     scores_of,
 )
 from g2rpo.train.monitor.alarms import HELPS
-from g2rpo.train.monitor.pictures import figure
 from g2rpo.train.run.folder import Run
 from tests.lab.report.pages import attributes, chart_labels, charts, make_run, words, write_log
 from tests.support.commands import done, refused
@@ -262,17 +261,6 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     drawn = [line["y"] for line in charts(html)[BRIGHT]]
     means = logged.mean(0), bright.mean((1, 2))
     assert drawn == [[compact(float(each)) for each in line] for line in means]
-
-
-def test_pictures_have_the_scores_and_verdicts_of_the_log(seeds):
-    (run,) = read_runs(seeds[:1])
-    (shown,) = pictures([run])[0]
-    assert shown["iterations"] == [0, 2, 4]
-    for place, card in enumerate(shown["cards"]):
-        rows = [read_rows(run.files.scores(iteration))[place] for iteration in shown["iterations"]]
-        assert [frame["right"] for frame in card["frames"]] == [row["right"] for row in rows]
-        scores = [{"bright": figure(row["scores"]["bright"])} for row in rows]
-        assert [frame["scores"] for frame in card["frames"]] == scores
 
 
 def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path):

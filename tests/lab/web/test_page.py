@@ -14,7 +14,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from g2rpo.core.http import refusal
-from g2rpo.lab.serving import Address, without_proxies
+from g2rpo.lab.serving import Address
 from tests.support.ports import free_port
 from tests.support.tables import rows
 
@@ -61,16 +61,6 @@ def test_requests_of_other_sites_and_large_ones_are_refused(where, words, status
     raw = [(name.encode(), value.encode("latin-1")) for name, value in {**GIVEN, **headers}.items()]
     why = refusal(Headers(raw=raw), page.MAX_BODY, local=where.local, public_host=where.public_host)
     assert str(why and why[0]) == status
-
-
-def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    bypassed = urllib.request.proxy_bypass_environment
-    with without_proxies():
-        assert bypassed("127.0.0.1") and os.environ["NO_PROXY"] == "*"
-    assert "no_proxy" not in os.environ and not bypassed("127.0.0.1")
 
 
 SERVED = """

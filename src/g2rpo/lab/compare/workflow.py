@@ -98,16 +98,10 @@ def compare(
 def unequal_work(configs: Mapping[str, Config], iterations: Mapping[str, int]) -> str | None:
     """What to say where cells spend different numbers of network evaluations; None where no cell
     spends more than `ALIKE` times the least."""
-    spent = {
-        cell: work_of_run(
-            config.model_copy(
-                update={
-                    "trainer": config.trainer.model_copy(update={"iterations": iterations[cell]})
-                }
-            )
-        )
-        for cell, config in configs.items()
-    }
+    spent = {}
+    for cell, config in configs.items():
+        trainer = config.trainer.model_copy(update={"iterations": iterations[cell]})
+        spent[cell] = work_of_run(config.model_copy(update={"trainer": trainer}))
     least = min(spent.values())
     if max(spent.values()) <= ALIKE * least:
         return None

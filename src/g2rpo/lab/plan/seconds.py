@@ -89,16 +89,9 @@ def planned_seconds(plan: Estimate, card: Card, cores: int) -> PlannedSeconds:
 
 def _seconds(plan: Estimate, card: Card, cores: int) -> PlannedSeconds:
     config, counts, calls, dtype = plan.config, plan.counts, plan.traced, plan.config.policy.dtype
-    costs = {
-        name: cost
-        for name, cost in plan.reward_costs.items()
-        if cost is not None and cost.device.startswith("cuda")
-    }
-    on_cpu = {
-        name: cost.flops
-        for name, cost in plan.reward_costs.items()
-        if cost is not None and cost.device == "cpu" and cost.flops
-    }
+    known = {name: cost for name, cost in plan.reward_costs.items() if cost is not None}
+    costs = {name: cost for name, cost in known.items() if cost.device.startswith("cuda")}
+    on_cpu = {name: it.flops for name, it in known.items() if it.device == "cpu" and it.flops}
 
     def compute(flops: float, dtype: str = dtype) -> float:
         return flops / (RATES.products(card, dtype) * RATES.models)
@@ -154,8 +147,8 @@ def _seconds(plan: Estimate, card: Card, cores: int) -> PlannedSeconds:
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
     kinds = {type(block) for block in plan.model.policy.blocks}
     compiling = len(kinds) * COMPILING if calls.velocity.roofline.compiled else 0.0
-    run = counts.iterations * sum(iteration.values()) + ahead * encoding + compiling
-    run += counts.looks * evaluation
+    once = counts.iterations * sum(iteration.values()) + ahead * encoding + compiling
+    run = once + counts.looks * evaluation
     basis = f"{card.name} by roofline: {rate}"
     if on_cpu:
         basis += f"; {', '.join(on_cpu)} on {cores} cores of {CORE / 1e9:g} GFLOP/s (assumed)"
