@@ -91,15 +91,11 @@ def _checked_loss(
 
 def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
     """Those that are not of this package."""
-    owners = {
-        name: reward if inspect.isroutine(reward) else type(reward)
-        for name, reward in rewards.items()
-    }
-    return {
-        name: reward
-        for name, reward in rewards.items()
-        if not (owners[name].__module__ or "").startswith("g2rpo.")
-    }
+
+    def module(reward: Scorer) -> str:
+        return (reward if inspect.isroutine(reward) else type(reward)).__module__ or ""
+
+    return {name: it for name, it in rewards.items() if not module(it).startswith("g2rpo.")}
 
 
 def _functions(kinds: Iterable[RewardKind], device: str) -> dict[str, Scorer]:
@@ -123,11 +119,8 @@ def _try_reward(name: str, reward: Scorer, prompts: Sequence[str], found: Found)
     if as_reward(reward).latent:
         return
     if (policy := found.given.policy) is not None:
-        images = decode(
-            policy,
-            policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)]),
-            TRIAL_PROMPTS,
-        )
+        noise = policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)])
+        images = decode(policy, noise, TRIAL_PROMPTS)
     else:
         size = found.config.policy
         length = size.num_frames or 1

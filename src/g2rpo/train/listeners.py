@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from g2rpo.config.schema import EvaluationConfig
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import Stopped
@@ -112,10 +111,8 @@ class EarlyStop(Listener):
                 said = f"{name}: {row['alarms'][name]}. What helps: {HELPS[name]}"
                 self.trainer.run.notify(f"alarm after iteration {row['iteration']}: {said}")
         if evaluation is None:
-            for name in self.unscored:
-                self.unscored[name] = (
-                    self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
-                )
+            for name, count in self.unscored.items():
+                self.unscored[name] = count + 1 if math.isnan(row[f"reward/{name}"]) else 0
 
     def asks(self) -> Ask:
         """Raises `Stopped` after too many iterations without a score, or too many updates in a row
@@ -181,16 +178,9 @@ class Checkpoints(Listener):
 
     def asks(self) -> Ask:
         c, iteration = self.trainer.config.trainer, self.trainer.iteration
-        late = (
-            c.checkpoint_minutes is not None
-            and time.monotonic() - self.saved_at >= 60 * c.checkpoint_minutes
-        )
-        due = (
-            iteration % c.checkpoint_every == 0
-            or iteration >= c.iterations
-            or self.trainer.early_stop.asked
-            or late
-        )
+        minutes, ends = c.checkpoint_minutes, self.trainer.early_stop.asked
+        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        due = iteration % c.checkpoint_every == 0 or iteration >= c.iterations or ends or late
         return Ask.SAVE if due and self.unsaved else Ask.NOTHING
 
     @contextmanager
@@ -213,12 +203,10 @@ class Log(Listener):
         if not self.trainer.run.writes:
             yield
             return
-        iteration = self.trainer.iteration
+        run, iteration = self.trainer.run, self.trainer.iteration
         config = self.trainer.config.model_dump(mode="json")
-        feed = Feed(
-            self.trainer.trackers, self.trainer.run.path, iteration, config, self.trainer.run.notify
-        )
-        with self.trainer.run.holding(), self.trainer.run.logging(iteration) as write, feed:
+        feed = Feed(self.trainer.trackers, run.path, iteration, config, run.notify)
+        with run.holding(), run.logging(iteration) as write, feed:
             self._open = write, feed
             try:
                 yield
@@ -264,24 +252,14 @@ class Evaluations(Listener):
     say."""
 
     def asks(self) -> Ask:
+        """Where the log lacks an evaluation that is due; minutes are of training since the last."""
         config, rows = self.trainer.config, self.trainer.alarms.rows
-        due = evaluation_due(
-            config.evaluation, self.trainer.iteration, config.trainer.iterations, rows
-        )
-        return Ask.EVALUATE if due else Ask.NOTHING
-
-
-def evaluation_due(
-    config: EvaluationConfig, iteration: int, iterations: int, rows: Sequence[Row]
-) -> bool:
-    """Whether an evaluation is due that the log `rows` lacks; minutes are of training since the
-    last one."""
-    evaluated = [row["iteration"] for row in rows if row["kind"] == "eval"]
-    last = max(evaluated, default=0)
-    spent = sum(
-        row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last
-    )
-    minutes = config.every_minutes
-    late = minutes is not None and spent >= 60 * minutes * (1 if last else FIRST_LOOK)
-    due = iteration % config.every == 0 or iteration >= iterations or late
-    return iteration not in evaluated and (iteration == 0 or due)
+        every, minutes = config.evaluation.every, config.evaluation.every_minutes
+        iteration = self.trainer.iteration
+        evaluated = [row["iteration"] for row in rows if row["kind"] == "eval"]
+        last = max(evaluated, default=0)
+        since = (row for row in rows if row["kind"] == "train" and row["iteration"] > last)
+        spent = sum(row["seconds"] for row in since)
+        late = minutes is not None and spent >= 60 * minutes * (1 if last else FIRST_LOOK)
+        due = iteration % every == 0 or iteration >= config.trainer.iterations or late
+        return Ask.EVALUATE if due and iteration not in evaluated else Ask.NOTHING

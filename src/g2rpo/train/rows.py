@@ -86,21 +86,15 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Summary statistics of rewards [N, R, M, G] and advantages [N, G] for the log (formulas:
     docs/log.md)."""
-    spread = group_std(rewards)
-    row = {}
+    spread, row = group_std(rewards), {}
+    too_few = (~rewards.isnan()).sum(-1) < min(2, rewards.shape[-1])
     for index, name in enumerate(names):
         row[f"reward/{name}"] = float(rewards[:, index].nanmean())
         row[f"spread/{name}"] = float(spread[:, index].nanmean())
     return {
         **row,
         "missing_scores": float(rewards.isnan().float().mean()),
-        "masked_groups": float(
-            ((~rewards.isnan()).sum(-1) < min(2, rewards.shape[-1]))
-            .flatten(1)
-            .all(1)
-            .float()
-            .mean()
-        ),
+        "masked_groups": float(too_few.flatten(1).all(1).float().mean()),
         "silent_groups": float((advantages == 0).all(-1).float().mean()),
         "advantage_size": float(advantages.abs().mean()),
         "advantage_clipped": float((advantages.abs() >= clip).float().mean()),
@@ -111,14 +105,11 @@ def cost_metrics(groups: Groups, world: World, sizes: BatchSizes, device: torch.
     """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an
     accelerator, the bytes of its peak so far."""
     collected, seconds = groups.collected, groups.watch.seconds
-    memory = (
-        {"memory_peak": accelerator(device).max_memory_allocated(device)}
-        if measures_memory(device)
-        else {}
-    )
-    evaluations, images, halved = world.total(
-        collected.evaluations, collected.pictures, sizes.halved
-    )
+    own = collected.evaluations, collected.pictures, sizes.halved
+    evaluations, images, halved = world.total(*own)
+    memory = {}
+    if measures_memory(device):
+        memory["memory_peak"] = accelerator(device).max_memory_allocated(device)
     return {
         "evaluations": evaluations,
         "images": images,

@@ -9,13 +9,15 @@ it had it too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.contracts import plans_of
+from g2rpo.config.work import plans_in
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
 from g2rpo.core.noise import generator_for
@@ -106,12 +108,11 @@ class Alarms:
         self.rows.append(row)
         if scores is not None:
             self.history[row["iteration"]] = scores
-        found = {
-            name: alarm.look(self, row["kind"])
+        raised = {
+            name: said
             for name, alarm in ALARMS.items()
-            if name not in self.off
+            if name not in self.off and (said := alarm.look(self, row["kind"])) is not None
         }
-        raised = {name: said for name, said in found.items() if said is not None}
         if raised:
             row["alarms"] = raised
         return self.new(len(self.rows) - 1)
@@ -188,14 +189,12 @@ def share(key: str, limit: float, what: str) -> Look:
 def unscored(log: Alarms) -> str | None:
     """Says if a reward has no score for any held-out picture."""
     scores = log.history[log.rows[-1]["iteration"]]
-    silent = [name for name, values in scores.items() if values.isnan().all()]
-    return (
-        "; ".join(
-            f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}"
-            for name in silent
-        )
-        or None
-    )
+    said = [
+        f"{name} gave no score for any of {counted(len(values), 'picture')}"
+        for name, values in scores.items()
+        if values.isnan().all()
+    ]
+    return "; ".join(said) or None
 
 
 def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dict[str, str]:
@@ -217,14 +216,12 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
     said: dict[str, list[str]] = {}
     for name in now:
         falls = {iteration: paired(before[name], now[name]) for iteration, before in earlier}
-        chance, iteration = min(
-            (
-                (fall.chance_of_fall, iteration)
-                for iteration, fall in falls.items()
-                if is_large_fall(fall.change.mean, earlier[0][1][name])
-            ),
-            default=(1.0, 0),
-        )
+        chances = [
+            (fall.chance_of_fall, iteration)
+            for iteration, fall in falls.items()
+            if is_large_fall(fall.change.mean, earlier[0][1][name])
+        ]
+        chance, iteration = min(chances, default=(1.0, 0))
         if chance < level:
             since, fall = history[iteration], falls[iteration]
             rises = {other: paired(now[other], since[other]) for other in trained}
@@ -252,17 +249,11 @@ def outside(log: Alarms) -> str | None:
     row = log.rows[-1]
     said, count = [], len(next(iter(log.history[row["iteration"]].values())))
     for key in row:
-        group, _, statistic = key.partition("/")
-        name, _, side = statistic.partition("/")
-        if (
-            group == "image"
-            and side in ("below", "above")
-            and row[key] * count >= crowd(count) - 0.5
-        ):
-            low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
-            said.append(
-                f"{name} {mean:.3g}, {percent(row[key])} of the pictures {side} the base's {low:.3g} to {high:.3g}"
-            )
+        part = re.fullmatch("image/(.+)/(below|above)", key)
+        if part is not None and row[key] * count >= crowd(count) - 0.5:
+            low, high, mean = (row[f"image/{part[1]}{end}"] for end in ("/low", "/high", ""))
+            share = f"{percent(row[key])} of the pictures {part[2]}"
+            said.append(f"{part[1]} {mean:.3g}, {share} the base's {low:.3g} to {high:.3g}")
     return "; ".join(said) or None
 
 
@@ -343,18 +334,11 @@ reasons."""
 
 def alarms_of(config: Config, sigmas: Tensor, policy: Policy) -> Alarms:
     """The alarms of a run of `config`."""
-    algorithm, off = (
-        config.algorithm,
-        frozenset(name for name in ALARMS if config.action_of(name) == "off"),
-    )
-    plans = (
-        plan
-        for i in range(config.trainer.iterations)
-        for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
-    )
+    off = frozenset(name for name in ALARMS if config.action_of(name) == "off")
+    plans = chain.from_iterable(plans_in(config, i) for i in range(config.trainer.iterations))
     steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
     entries = policy.noise([generator_for("alarms")]).numel()
-    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, rounding_of(config))
+    limit = config.algorithm.drift_limit(sigmas, sorted(steps), entries, rounding_of(config))
     return Alarms(config.trained, limit, off)
 
 

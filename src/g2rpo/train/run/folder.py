@@ -225,14 +225,11 @@ class Run(RunFiles):
     def finished_at(self) -> int | None:
         """The iteration of the weights that the results and the model card describe; None if there
         are none."""
-        found = self._results()
-        return None if found is None else found.iteration
-
-    def _results(self) -> RunResults | None:
         try:
-            return self.read_results()
+            found = self.read_results()
         except UserError:  # damaged, and to be rewritten
             return None
+        return None if found is None else found.iteration
 
     def read_plan(self) -> PlannedAndMeasured | None:
         """The plan beside what was measured; None without one."""
@@ -244,10 +241,9 @@ class Run(RunFiles):
         self, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None
     ) -> None:
         """Appends a `Start` with these `contents` to starts.jsonl."""
+        line = as_json(started(iteration, device, contents or {}).model_dump())
         with writing(self.starts):
-            append_line(
-                self.starts, as_json(started(iteration, device, contents or {}).model_dump())
-            )
+            append_line(self.starts, line)
 
     def check_length(self, config: Config) -> None:
         """Refuses fewer iterations than the run has made: its config would repeat another run."""
