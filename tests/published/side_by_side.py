@@ -63,7 +63,21 @@ class Restated:
         self.before = [p.detach().clone() for p in self.learner.parameters]
 
     def members(self, iteration):
-        return theirs(self.groups[iteration], self.trained[iteration])
+        """The same of them as of `Ours`."""
+        trained = self.trained[iteration]
+        return [
+            [
+                {
+                    "before": torch.cat([member.latents[i] for i in trained]),
+                    "after": torch.cat([member.latents[i + 1] for i in trained]),
+                    "log_probs": torch.stack([member.log_probs[i] for i in trained]),
+                    "advantage": member.advantage,
+                    "final": member.final[0],
+                }
+                for member in group
+            ]
+            for group in self.groups[iteration]
+        ]
 
     def mean_norm(self, iteration):
         """Of the gradients of an iteration's updates, before they were clipped."""
@@ -74,23 +88,6 @@ class Restated:
     @property
     def moved(self):
         return moved(self.learner.parameters, self.before)
-
-
-def theirs(groups, trained):
-    """The same of a restatement's members."""
-    return [
-        [
-            {
-                "before": torch.cat([member.latents[i] for i in trained]),
-                "after": torch.cat([member.latents[i + 1] for i in trained]),
-                "log_probs": torch.stack([member.log_probs[i] for i in trained]),
-                "advantage": member.advantage,
-                "final": member.final[0],
-            }
-            for member in group
-        ]
-        for group in groups
-    ]
 
 
 def walked(t, network, iteration, prompt, sigmas, step, *, noisy, dtype, own=False):

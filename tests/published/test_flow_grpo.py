@@ -61,7 +61,7 @@ class Walks(side_by_side.Pair):
             trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS)
         )
 
-    def restate(self, off=0.0, beta=None, updates=flow_grpo_updates):
+    def restate(self, off=0.0, beta=None):
         t, transformer = self.ours.t, side_by_side.nudged(self.start, off)
         untrained = side_by_side.nudged(self.start, off)
         untrained.disable_adapters()
@@ -77,19 +77,14 @@ class Walks(side_by_side.Pair):
                 side_by_side.walked(t, network, iteration, prompt, sigmas, SDE, **noise)
                 for prompt in range(len(PROMPTS))
             ]
-            scores = torch.stack(
-                [
-                    self._scores(group, words)
-                    for group, words in zip(groups, t.prompts_of(iteration), strict=True)
-                ]
-            )
+            scores = torch.stack([*map(self._scores, groups, t.prompts_of(iteration))])
             for group, advantages in zip(
                 groups, batch_normalised(scores).clamp(-5, 5), strict=True
             ):
                 for member, advantage in zip(group, advantages, strict=True):
                     member.advantage = advantage
             term = {"beta": self.beta if beta is None else beta, "per_time": self.per_time}
-            updates(network, base, learner, groups, sigmas, SDE, parts=2, **term)
+            flow_grpo_updates(network, base, learner, groups, sigmas, SDE, parts=2, **term)
             result.groups.append(groups)
             result.trained.append(list(range(STEPS - 1)))
         return result
@@ -123,7 +118,6 @@ def test_the_setting_has_what_is_to_be_tested(pair):
     assert sum(all(member.advantage == 0 for member in group) for group in first) == 1
     assert len(pair.ours.gradients) == 4
     with_kl, without = (
-        pair.restated.learner.updates[0].flat,
-        pair.restate(beta=0.0).learner.updates[0].flat,
+        restated.learner.updates[0].flat for restated in (pair.restated, pair.restate(beta=0.0))
     )
     assert side_by_side.distance(without, with_kl) > 0.1

@@ -22,10 +22,6 @@ COMMON = (
     "rewards={tilt: 3.0, spread: 1.0}",
     "evaluation.rewards={}",
 )
-IN_BFLOAT16 = (
-    # a clip at 1e-4 of a ratio that is known to 1e-5 depends on the last bit
-    "algorithm.clip_range=100",
-)
 
 
 def tilt(images, prompts):
@@ -50,15 +46,12 @@ class Windows(side_by_side.Pair):
     def __init__(self, directory, overrides, autocast, step, accumulate, mix):
         self.autocast, self.step, self.accumulate, self.mix = autocast, step, accumulate, mix
         self.share = 0.5 if autocast else 4.0
+        # a clip at 1e-4 of a ratio that is known to 1e-5 depends on the last bit
+        self.clip = 100.0 if autocast else 1e-4
         size = {"height": 32, "width": 32, "max_sequence_length": 12}
-        more = {
-            "tuning": "full",
-            "keep_base": False,
-            "truncate_timesteps": True,
-            "dtype": autocast or torch.float32,
-        }
-        policy = policies.load(directory, **size, **more)
-        options = (*COMMON, *overrides, *(IN_BFLOAT16 if autocast else ()))
+        more = {"tuning": "full", "keep_base": False, "truncate_timesteps": True}
+        policy = policies.load(directory, **size, **more, dtype=autocast or torch.float32)
+        options = [*COMMON, *overrides, f"algorithm.clip_range={self.clip}"]
         ours = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
         if autocast:  # the latents at which noise enters stay float32 there
             with_precision(ours, Precision(torch.bfloat16, step=torch.bfloat16))
@@ -68,7 +61,7 @@ class Windows(side_by_side.Pair):
     def measure(self):
         return self.restate(torch.float32) if self.autocast else super().measure
 
-    def restate(self, dtype=None, off=0.0, updates=window_updates):
+    def restate(self, dtype=None, off=0.0):
         """The same iterations from the formulas, computed in `dtype`, or as ours are."""
         t, dtype = self.ours.t, dtype or self.autocast or torch.float32
         transformer = side_by_side.nudged(self.start, off)
@@ -88,17 +81,8 @@ class Windows(side_by_side.Pair):
             ]
             for group in groups:
                 self._score(group)
-            clip = 1e-4 if self.autocast is None else 100.0
-            updates(
-                network,
-                learner,
-                groups,
-                trained,
-                t.sigmas,
-                self.step,
-                accumulate=self.accumulate,
-                clip=clip,
-            )
+            given = network, learner, groups, trained, t.sigmas, self.step
+            window_updates(*given, accumulate=self.accumulate, clip=self.clip)
             result.groups.append(groups)
             result.trained.append(trained)
         return result
