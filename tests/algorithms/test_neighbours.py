@@ -22,7 +22,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
-from g2rpo.core.objectives import clipped_surrogate, kernel_kl
+from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from tests.support.runs import config, fits, trainer
@@ -255,6 +255,10 @@ def test_the_cps_step_is_the_published_one():
         same(landing.mean, mean)
         same(landing.std, s)
         same(landing.log_prob(taken), -((taken - mean) ** 2).mean(1))
+    # a narrow velocity is multiplied in float32
+    at = x.float(), v.bfloat16(), sigmas[3].float(), sigmas[4].float()
+    wide = cps_kernel(0.8)(at[0], at[1].float(), *at[2:])
+    assert torch.equal(cps_kernel(0.8)(*at).mean, wide.mean)
 
 
 def test_dancegrpos_diffusion_is_the_same_at_every_sigma():
@@ -390,3 +394,9 @@ def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
     plain = clipped_surrogate(steps.log_prob - steps.old_log_prob, steps.advantages, 1e-4)
     weighed = TempFlowGRPO(group_size=6).policy_loss(steps)
     assert_close(weighed, 2.25 * steps.std * plain, **rounding(10))
+
+
+def test_the_std_of_the_batch_is_over_all_groups():
+    rewards = torch.tensor([[1.0, 3.0], [10.0, 10.2]])
+    expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std()
+    assert_close(group_normalize(rewards, batch_std=True), expected, **rounding(8, size=3.0))
