@@ -116,16 +116,12 @@ def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> C
         if solvers:
             notify(f"{told} sampling.tails.forecast=false with its solver {', '.join(solvers)}")
             tails = dataclasses.replace(sampling.tails, forecast=False)
-            config = config.model_copy(
-                update={"sampling": sampling.model_copy(update={"tails": tails})}
-            )
+            config = config.changed("sampling", tails=tails)
     if policy.lora_above and "policy.lora_above" not in asked and isinstance(sampling.shift, float):
         trained = trained_sigmas_of(config, sigma_grid(sampling.num_steps, sampling.shift))
         if min(trained, default=1.0) <= policy.lora_above:
             notify(f"{told} policy.lora_above=0 for the late steps that it trains")
-            config = config.model_copy(
-                update={"policy": policy.model_copy(update={"lora_above": 0.0})}
-            )
+            config = config.changed("policy", lora_above=0.0)
     return config
 
 
@@ -151,7 +147,7 @@ def completed(config: Config, notify: Callable[[str], None] = lambda message: No
         f"rank {start.rank}, alpha {own['lora_alpha']:g} and {counted(len(start.layers), 'module')}"
     )
     notify(f"policy.adapter={policy.adapter}: {has}")
-    return config.model_copy(update={"policy": policy.model_copy(update=own)})
+    return config.changed("policy", **own)
 
 
 def _agrees(mine: object, value: object, names: Collection[str]) -> bool:

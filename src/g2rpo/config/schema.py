@@ -217,6 +217,10 @@ class Config(Section):
         size = self.judged.height, self.judged.width
         return size if size != (self.policy.height, self.policy.width) else None
 
+    def changed(self, group: str, **values: Any) -> Config:
+        """With other values in one of its groups, which are not checked again."""
+        return self.model_copy(update={group: getattr(self, group).model_copy(update=values)})
+
     def action_of(self, alarm: str) -> Action:
         """The action of an alarm."""
         actions = {str(name): action for name, action in self.alarms.items()}

@@ -247,9 +247,7 @@ def beside_plan(
     if not trainer.run.writes or trainer.run.plan.is_file():
         return None
     found = {"batch_size": trainer.sizes.rollout, "decode_batch_size": trainer.sizes.decode}
-    config = trainer.config.model_copy(
-        update={"sampling": trainer.config.sampling.model_copy(update=found)}
-    )
+    config = trainer.config.changed("sampling", **found)
     planned = predict(config, trainer.world.size, trainer.prompts, trainer.heldout)
     if planned is None:
         return None

@@ -51,15 +51,10 @@ def tried(found: Found) -> Iterator[str]:
 
 def _try_algorithm(config: Config) -> None:
     """An iteration of the trainer, on the policy that has a closed form."""
-    changes = {
-        "trainer": config.trainer.model_copy(
-            update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}
-        ),
-        "sampling": config.sampling.model_copy(update={"tails": Tails(), "guidance_scale": None}),
-        "alarms": {"action": "off"},
-    }
     prompts = [str(index / 10) for index in range(TRIAL_PROMPTS)]
-    small = config.model_copy(update=changes)
+    small = config.changed("trainer", prompts_per_iteration=TRIAL_PROMPTS, sharding="none")
+    small = small.changed("sampling", tails=Tails(), guidance_scale=None)
+    small = small.model_copy(update={"alarms": {"action": "off"}})
     try:
         trainer = Trainer(
             config=small,

@@ -100,8 +100,7 @@ def unequal_work(configs: Mapping[str, Config], iterations: Mapping[str, int]) -
     spends more than `ALIKE` times the least."""
     spent = {}
     for cell, config in configs.items():
-        trainer = config.trainer.model_copy(update={"iterations": iterations[cell]})
-        spent[cell] = work_of_run(config.model_copy(update={"trainer": trainer}))
+        spent[cell] = work_of_run(config.changed("trainer", iterations=iterations[cell]))
     least = min(spent.values())
     if max(spent.values()) <= ALIKE * least:
         return None

@@ -40,7 +40,7 @@ def settled(config: Config, cuda: bool) -> Config:
         else {"batch_size": CPU_ROWS["rollout"], "decode_batch_size": CPU_ROWS["decode"]}
     )
     found = {name: size for name, size in sizes.items() if getattr(config.sampling, name) == "auto"}
-    return config.model_copy(update={"sampling": config.sampling.model_copy(update=found)})
+    return config.changed("sampling", **found)
 
 
 @dataclass(frozen=True, kw_only=True)

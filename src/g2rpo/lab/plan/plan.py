@@ -170,8 +170,7 @@ def make_plan(
     division = divided(config, World(size=ranks))
     key = "prompts_per_iteration"
     share = division.by_prompt.share(config.trainer.prompts_per_iteration, f"trainer.{key}")
-    trainer = config.trainer.model_copy(update={key: share})
-    config = config.model_copy(update={"trainer": trainer})
+    config = config.changed("trainer", **{key: share})
     looking = ranks if heldout >= ranks else 1  # ranks between which an evaluation is divided
     counts = count(config, math.ceil(heldout / looking), division.by_plan)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)

@@ -261,8 +261,7 @@ class Session:
     def _set_length(self, iterations: int) -> None:
         """Gives the run another number of iterations; config.yaml says so."""
         t = self.trainer
-        length = t.config.trainer.model_copy(update={"iterations": iterations})
-        t.config = t.config.model_copy(update={"trainer": length})
+        t.config = t.config.changed("trainer", iterations=iterations)
         with t.run.written(t.run.config) as path:
             path.write_text(t.config.to_yaml(), encoding="utf-8")
 
