@@ -26,6 +26,7 @@ from g2rpo.rewards.remote import RemoteReward
 from g2rpo.train.run.folder import Run
 from tests.support.commands import adapter_of, forget_code, g2rpo, own_reward
 from tests.support.runs import config
+from tests.support.tables import rows
 from tests.support.tolerances import reordered
 
 PROGRAM = [sys.executable, "-m", "g2rpo"]
@@ -100,20 +101,20 @@ def test_version_and_short_help(says):
     assert says("-h") == says("--help") and says("train -h") == says("train --help")
 
 
+COMPLETED = """
+se -> serve-reward
+train sce -> scenes scenes-fast
+train --re -> --resume
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("se", ["serve-reward"]),
-        ("train sce", ["scenes", "scenes-fast"]),
-        ("train --re", ["--resume"]),
-    ],
-)
+@pytest.mark.parametrize(("typed", "offered"), rows(COMPLETED))
 def test_a_shell_completes_commands_options_and_recipes(typed, offered):
     code = "import sys; from g2rpo.cli.main import main; sys.argv = ['g2rpo']; main()"
     words = {"COMP_WORDS": f"g2rpo {typed}", "COMP_CWORD": str(1 + typed.count(" "))}
     asked = ended(sys.executable, "-c", code, _G2RPO_COMPLETE="complete_bash", **words)
-    assert asked.stdout.split() == offered
+    assert asked.stdout.split() == offered.split()
 
 
 def test_recipes_are_listed_and_explained(says):
@@ -231,14 +232,23 @@ serve-reward brightness --token-env NOT_SET -> is not set
 """A command, and words that its message must have."""
 
 
-@pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_wrong_input_is_one_message_and_nothing_is_begun(refuses, tmp_path, row):
+@pytest.mark.parametrize(("command", "message"), rows(WRONG))
+def test_wrong_input_is_one_message_and_nothing_is_begun(refuses, tmp_path, command, message):
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "RUN/samples").mkdir(parents=True)
     (tmp_path / "RUN/config.yaml").write_text(load_config("scenes", []).to_yaml())
-    command, message = row.split(" -> ")
     assert message in " ".join(refuses(command).split())
     assert {path.name for path in tmp_path.iterdir()} == {"RUN", "FOLDER"}
+
+
+COMMANDS = """
+sample 'a red circle' --model testbed --steps 1 --out PLACE
+evaluate --model testbed --prompts prompts.txt --rewards brightness --out PLACE
+train tiny.yaml --run-dir PLACE
+train PLACE/config.yaml
+report PLACE
+compare tiny.yaml --algorithms g2rpo,mixgrpo --out PLACE
+"""
 
 
 class Hub:
@@ -376,17 +386,7 @@ def test_a_served_reward_answers_a_remote_one(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["prompts.txt/below", "x" * 300])
-@pytest.mark.parametrize(
-    "command",
-    [
-        "sample 'a red circle' --model testbed --steps 1 --out PLACE",
-        "evaluate --model testbed --prompts prompts.txt --rewards brightness --out PLACE",
-        "train tiny.yaml --run-dir PLACE",
-        "train PLACE/config.yaml",
-        "report PLACE",
-        "compare tiny.yaml --algorithms g2rpo,mixgrpo --out PLACE",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS.strip().splitlines())
 def test_a_folder_that_cannot_be_is_one_message(refuses, tiny_config, command, place):
     assert len(refuses(command.replace("PLACE", place))) < 2000
 

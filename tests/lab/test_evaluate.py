@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from g2rpo.core import statistics
@@ -115,25 +116,26 @@ def test_resumed_equals_uninterrupted(tmp_path, when):
     assert files(tmp_path / "straight") == files(tmp_path / "cut")
 
 
-LONG = {"noise": 0.5, "steps": 4, "cfg": 3, "guided_steps": 3, "solver": "dpmpp2m"}
+CONTROLS = """
+[{KNOBS, best_of: 2}, {KNOBS, best_of: 4}] -> 2
+[{cfg: 3, solver: euler, negative_prompt: "LONG"}, {cfg: 3, solver: sde, negative_prompt: "LONG"}] -> 2
+[{cfg: 3, negative_prompt: blurry}, {cfg: 3, negative_prompt: Blurry}] -> 2
+[{noise: 0.3}, {noise: 0.3}, {}] -> 1
+"""
+
+
+KNOBS = "noise: .5, steps: 4, cfg: 3, guided_steps: 3, solver: dpmpp2m"
 AGAINST = "blurry, low quality, deformed hands, watermark, text, cropped, jpeg artefacts"
 
 
-@pytest.mark.parametrize(
-    ("controls", "different"),
-    [
-        ([{**LONG, "best_of": 2}, {**LONG, "best_of": 4}], 2),
-        ([{"cfg": 3, "negative_prompt": AGAINST, "solver": of} for of in ("euler", "sde")], 2),
-        ([{"cfg": 3, "negative_prompt": of} for of in ("blurry", "Blurry")], 2),
-        ([{"noise": 0.3}, {"noise": 0.3}, {}], 1),
-    ],
-)
+@pytest.mark.parametrize(("controls", "different"), rows(CONTROLS))
 def test_every_control_has_pictures_of_its_own(tmp_path, controls, different):
     """Also where only the ends of long names differ; one that is named twice, and the base's own
     settings, are no further ones."""
+    controls = yaml.safe_load(controls.replace("LONG", AGAINST).replace("KNOBS", KNOBS))
     once = {"weights": None, "steps": [2], "batch_size": len(PROMPTS)}
     chunks = judging(tmp_path, **once, controls=controls).chunks()
-    assert len({chunk.folder for chunk in chunks}) == len(chunks) == 1 + different
+    assert len({chunk.folder for chunk in chunks}) == len(chunks) == 1 + int(different)
 
 
 def test_the_draws_of_the_controls_begin_from_noises_of_their_own(tmp_path):

@@ -13,6 +13,7 @@ from g2rpo.rewards.server import RewardServer
 from tests.support.commands import done, refused
 from tests.support.ports import free_port
 from tests.support.runs import darkness
+from tests.support.tables import rows
 
 
 def test_only_this_machine_needs_no_token(monkeypatch):
@@ -21,21 +22,21 @@ def test_only_this_machine_needs_no_token(monkeypatch):
     monkeypatch.setenv("SHORT", "s3cret")
     assert [token_for(host, None) for host in ("127.0.0.1", "localhost", "::1")] == [None] * 3
     assert token_for("0.0.0.0", "SECRET") == "s3cret-of-16-char"
-    for host, name, said in (
-        ("127.0.0.1", "SHORT", "--token-env SHORT: a token has at least 16 characters"),
-        ("0.0.0.0", None, "serving on 0.0.0.0 without a token"),
-        ("127.0.0.1", "hf_pasted", "--token-env names an environment variable that is not set"),
-    ):
+    assert Address.checked("0.0.0.0", 7860, None, "user-space.hf.space").token is None
+    for words, said in rows(REFUSED):
+        host, name, *public = words.replace("none", "").split(" ")
         with pytest.raises(UserError, match=said) as refused:
-            token_for(host, name)
+            Address.checked(host, 7860, name or None, *public)
         assert "s3cret" not in str(refused.value) and "hf_pasted" not in str(refused.value)
 
 
-def test_a_name_of_a_proxy_stands_in_for_a_token():
-    assert Address.checked("0.0.0.0", 7860, None, "user-space.hf.space").token is None
-    for name in ("https://user-space.hf.space", "user-space.hf.space/demo", ""):
-        with pytest.raises(UserError, match="--public-host"):
-            Address.checked("127.0.0.1", 7860, None, name)
+REFUSED = """
+127.0.0.1 SHORT -> --token-env SHORT: a token has at least 16 characters
+0.0.0.0 none -> serving on 0.0.0.0 without a token
+127.0.0.1 hf_pasted -> --token-env names an environment variable that is not set
+127.0.0.1 none https://user-space.hf.space -> --public-host
+127.0.0.1 none user-space.hf.space/demo -> --public-host
+"""
 
 
 def test_an_address_can_be_listened_on_or_is_refused():
@@ -66,20 +67,20 @@ def test_the_option_of_a_device_is_named_as_it_was_given(capsys):
     assert "device=cuda:99: torch sees" in err and "; device=cpu needs none" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["serve-reward", "brightness"], "cannot serve on 127.0.0.1:"),
-        (["serve-reward", "brightnes"], "brightness"),
-        (["teach", "words"], "cannot serve on 127.0.0.1:"),
-        (["teach", "words", "algorithm.branch_steps=[99]"], "branch_steps must lie in 0..8"),
-    ],
-)
+TAKEN = """
+serve-reward brightness -> cannot serve on 127.0.0.1:
+serve-reward brightnes -> brightness
+teach words -> cannot serve on 127.0.0.1:
+teach words algorithm.branch_steps=[99] -> branch_steps must lie in 0..8
+"""
+
+
+@pytest.mark.parametrize(("words", "message"), rows(TAKEN))
 def test_a_port_that_is_taken_hides_no_mistake_and_nothing_is_loaded_for_it(
-    capsys, monkeypatch, words, message
+    refuses, monkeypatch, words, message
 ):
     for place in ("g2rpo.lab.serving.build_rewards", "g2rpo.lab.teach.command.build"):
         monkeypatch.setattr(place, lambda *asked: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        err = refused(capsys, *words, "--port", taken.getsockname()[1])
+        err = refuses(f"{words} --port {taken.getsockname()[1]}")
     assert message in err and ("cannot serve" in err) == ("cannot serve" in message)

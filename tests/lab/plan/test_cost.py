@@ -299,20 +299,20 @@ def test_what_loading_takes_of_the_host_is_one_copy_of_the_files(tmp_path, flux_
     assert planned(c).memory.host == sum(map(size_of, [*parts, torch.nn.ParameterList(adapters)]))
 
 
+KEPT = """
+flux policy.dtype=bfloat16
+flux policy.tuning=full policy.dtype=bfloat16 algorithm.kl_weight=0.1
+sd3 optim.ema_decay=0.9
+sd3 policy.tuning=full policy.dtype=bfloat16 optim.ema_decay=0.9
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "overrides"),
-    [
-        ("flux", [NARROW]),
-        ("flux", [FULL, NARROW, "algorithm.kl_weight=0.1"]),
-        ("sd3", ["optim.ema_decay=0.9"]),
-        ("sd3", [FULL, NARROW, "optim.ema_decay=0.9"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("words", KEPT.strip().splitlines())
 def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(
-    flux_directory, sd3_directory, model, overrides
+    flux_directory, sd3_directory, words
 ):
+    model, *overrides = words.split()
     c = config({"flux": flux_directory, "sd3": sd3_directory}[model], *overrides)
     t, parts = train(c), planned(c).memory.parts
     t.iterate()
@@ -330,6 +330,15 @@ def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(
     expected |= {"VAE": size_of(pipeline.vae), "text encoders": sum(map(size_of, encoders))}
     assert {part: parts.get(part, 0) for part in expected} == expected
     assert all(weight.grad is None for weight in learner.parameters)
+
+
+TRACED = """
+flux trainer.prompts_per_iteration=4
+flux policy.dtype=bfloat16 policy.gradient_checkpointing=true
+flux policy.dtype=bfloat16 policy.tuning=full
+sd3 policy.dtype=bfloat16
+sd3 policy.gradient_checkpointing=true policy.tuning=full
+"""
 
 
 ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
@@ -356,20 +365,11 @@ def one_thread():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "overrides"),
-    [
-        ("flux", []),
-        ("flux", [NARROW, "policy.gradient_checkpointing=true"]),
-        ("flux", [NARROW, FULL]),
-        ("sd3", [NARROW]),
-        ("sd3", ["policy.gradient_checkpointing=true", FULL]),
-    ],
-    ids=str,
-)
-def test_traced_activations_are_the_allocators(deep, one_thread, model, overrides):
+@pytest.mark.parametrize("words", TRACED.strip().splitlines())
+def test_traced_activations_are_the_allocators(deep, one_thread, words):
     """A shallow model of fake tensors against the whole model at work. Kernels' own scratch is not
     seen by the trace; every thread has some, so there is one."""
+    model, *overrides = words.split()
     sizes = "trainer.prompts_per_iteration=4", "trainer.micro_batch_size=8", "sampling.batch_size=8"
     c = config(deep[model], *overrides, *sizes)
     blueprint = read_blueprint(c.policy)

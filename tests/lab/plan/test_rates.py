@@ -23,6 +23,7 @@ from g2rpo.lab.plan.kernels import (
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models.blueprint import build_on_meta, read_blueprint
 from tests.lab.plan.test_cost import config
+from tests.support.tables import rows
 
 CARD = Card("made up", 1, 2e-9, 1e-9, 1e-6, watts=1, cache=0, hbm=True, pattern="")
 """2000 and 1000 operations a second; 1000 bytes a second; no cache."""
@@ -30,7 +31,6 @@ PEAK = Rates(
     **dict.fromkeys(("hbm", "most", "attention", "flash2", "backward", "convolutions"), 1),
     **{"bandwidth": 1, "hbm_power": 0, "gap": 0, "launch": 0, "launch_checkpointed": 0},
 )
-CHECKPOINTED = ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
 
 
 def traced(call, existing=()):
@@ -147,26 +147,26 @@ def test_attention_by_torchs_own_operations_keeps_its_scores(flux_directory):
     assert plain.peak > fused.peak
 
 
+SHALLOW = """
+flux -> 1e-9
+flux policy.dtype=bfloat16 policy.gradient_checkpointing=true -> 1e-9
+qwen policy.dtype=bfloat16 policy.gradient_checkpointing=true policy.guidance_scale=4 -> 0.02
+"""
+"""The last calls its network twice, for prompts and for their negative; no gradient reaches what its
+last block makes of the text."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "overrides", "off"),
-    [
-        ("flux", [], 1e-9),
-        ("flux", CHECKPOINTED, 1e-9),
-        # calls its network twice, for prompts and for their negative; no gradient reaches what its
-        # last block makes of the text
-        ("qwen", ["policy.guidance_scale=4", *CHECKPOINTED], 0.02),
-    ],
-    ids=str,
-)
-def test_two_blocks_stand_for_all(deep, monkeypatch, model, overrides, off):
+@pytest.mark.parametrize(("words", "off"), rows(SHALLOW))
+def test_two_blocks_stand_for_all(deep, monkeypatch, words, off):
     """Memory, operations and seconds of a call and of a training pass, against those of the model
     with every block.
 
     The bytes of attention's float32 statistics and of the last block's gradients differ: within a
     percent.
     """
-    shallow = traced_calls(deep[model], *overrides)
+    model, *overrides = words.split()
+    off, shallow = float(off), traced_calls(deep[model], *overrides)
     monkeypatch.setattr(trace, "build_shallow", whole)
     full = traced_calls(deep[model], *overrides)
     for name in ("velocity", "training"):

@@ -116,11 +116,10 @@ COUNT = 192
 
 
 def said(directory, scored, right=(), alarms=(), **more):
-    """Sentences of a run whose scores have these statistics: {name: (weight, base, tuned, error,
-    spread)}; the weight of a judge is None."""
-    weights, judges = ({n: r[0] for n, r in scored.items() if (r[0] is None) == j} for j in (0, 1))
-    evaluation = {**PLAIN["evaluation"], "rewards": dict.fromkeys(judges, 1.0)}
-    files = Run(directory)
+    """Sentences of a run whose scores have these rows of `SCORED`, by name."""
+    weights = {name: row[0] for name, row in scored.items() if row[0] >= 0}
+    judges = dict.fromkeys(scored.keys() - weights.keys(), 1.0)
+    files, evaluation = Run(directory), {**PLAIN["evaluation"], "rewards": judges}
     files.claim(resolve({**PLAIN, "rewards": weights, "evaluation": evaluation}))
     standard = torch.arange(COUNT).double()
     standard = (standard - standard.mean()) / standard.std()
@@ -139,18 +138,19 @@ def said(directory, scored, right=(), alarms=(), **more):
     return " ".join(sentences).replace("\N{NO-BREAK SPACE}", " ")
 
 
-SCORED = {
-    "up": (1.0, 0.5, 0.7, 0.05, 0.4),
-    "fell": (1.0, 0.5, 0.3, 0.05, 0.4),
-    "even": (1.0, 0.5, 0.51, 0.05, 0.4),
-    "slightly": (1.0, 0.048887, 0.049108, 0.00003, 0.011),
-    "unscored": (1.0, 0.5, math.nan, 0.05, 0.4),
-    "watched": (0.0, 0.8, 0.9, 0.05, 0.4),
-    "flat": (None, 70.0, 70.4, 0.3, 2.0),
-    "down": (None, 0.8, 0.6, 0.05, 0.1),
-    # beyond the error, and a fiftieth of what the prompts differ by
-    "little": (None, 0.5, 0.499, 0.0001, 0.05),
-}
+SCORED = """
+up 1 0.5 0.7 0.05 0.4
+fell 1 0.5 0.3 0.05 0.4
+even 1 0.5 0.51 0.05 0.4
+slightly 1 0.048887 0.049108 0.00003 0.011
+unscored 1 0.5 nan 0.05 0.4
+watched 0 0.8 0.9 0.05 0.4
+flat nan 70.0 70.4 0.3 2.0
+down nan 0.8 0.6 0.05 0.1
+little nan 0.5 0.499 0.0001 0.05
+"""
+"""Weight (none of a judge), base, tuned, error and spread; the last change is beyond its error, and a
+fiftieth of what the prompts differ by."""
 SUMMARIES = """
 one=up right=0.9,0.995 -> before training 90 % (+9 points, +5 to +10).
 one=up two=flat right=0.43,0.62 alarms=hacking -> Trained on one for 4 iterations: right on 62 % of 192 held-out prompts,
@@ -178,8 +178,9 @@ one=up diversity=0.045,0.015 diversity_right=0.02,0.019 -> (+0.25 to +0.75). Nex
 def test_the_summary_says_what_happened_in_plain_words(tmp_path, words, sentence):
     """A share has no interval beyond all pictures. Intervals by hand: 36 of 192 prompts became
     right: .1875, ± 1.97 sqrt(.1875 (1 - .1875) / 191) = .056."""
+    table = {name: [*map(float, row)] for name, *row in map(str.split, SCORED.split("\n")[1:-1])}
     given = {name: text.split(",") for name, text in (word.split("=") for word in words.split())}
-    scored = {name: SCORED[given.pop(name)[0]] for name in ("one", "two") if name in given}
+    scored = {name: table[given.pop(name)[0]] for name in ("one", "two") if name in given}
     alarms, right = given.pop("alarms", ()), [*map(float, given.pop("right", ()))]
     more = {name: {"base": float(a), "tuned": float(b)} for name, (a, b) in given.items()}
     assert sentence in said(tmp_path / "run", scored, right, alarms, **more)

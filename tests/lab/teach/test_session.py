@@ -20,6 +20,7 @@ from g2rpo.train.command import train
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.run.folder import Run
 from tests.support.runs import brightness, mean, trainer
+from tests.support.tables import rows
 
 
 def redness(images, prompts=()):
@@ -227,22 +228,19 @@ def test_what_changed_is_first_what_became_right(tmp_path):
         assert s.changed()[0][0] == base.prompts[2]
 
 
+GUARDS = """
+trainer.seed=1 -> ocr=0.05882 word_drawing=0.02353 word_colour=0.01765 clicks=1
+rewards.ocr= -> word_drawing=0.05714 word_colour=0.04286 clicks=1
+rewards.ocr= rewards.clicks.weight=0.2 -> word_drawing=0.4 word_colour=0.3 clicks=0.2
+"""
+"""With all of the guards, without one, and with a weight of one's own."""
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("overrides", "weights"),
-    [
-        ([], {"ocr": 0.05882, "word_drawing": 0.02353, "word_colour": 0.01765, "clicks": 1}),
-        (["rewards.ocr="], {"word_drawing": 0.05714, "word_colour": 0.04286, "clicks": 1}),
-        (
-            ["rewards.ocr=", "rewards.clicks.weight=0.2"],
-            {"word_drawing": 0.4, "word_colour": 0.3, "clicks": 0.2},
-        ),
-    ],
-    ids=["the recipe's guards", "without a guard", "a weight of one's own"],
-)
+@pytest.mark.parametrize(("overrides", "weights"), rows(GUARDS))
 def test_guards_weigh_a_tenth_of_the_clicks(overrides, weights):
-    rewards = teach_config("words", overrides, print).rewards
-    assert {name: one.weight for name, one in rewards.items()} == weights
+    rewards = teach_config("words", overrides.split(), print).rewards
+    assert " ".join(f"{name}={one.weight:g}" for name, one in rewards.items()) == weights
 
 
 @pytest.mark.quick
