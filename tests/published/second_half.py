@@ -127,6 +127,17 @@ class Beside:
         }
 
 
+def of_members(term, models, seen):
+    """The mean over rollouts and members of term(models, rollout, rewards, member)."""
+    members = seen.rewards.shape[-1]
+    share = 1 / (len(seen.rollouts) * members)
+    return [
+        lambda given=(rollout, rewards, g): share * term(models, *given)
+        for rollout, rewards in zip(seen.rollouts, seen.rewards, strict=True)
+        for g in range(members)
+    ]
+
+
 def agree(t, objective, *after, iterations=3):
     """The trainer `t` and `objective` agree; returns the `Beside`, and by what share of the way
     that they came weights may be apart.

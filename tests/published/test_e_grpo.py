@@ -19,7 +19,7 @@ from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.train.updater import Trained
 from tests.published.neighbours import log_prob, normalised
-from tests.published.second_half import agree, tiny
+from tests.published.second_half import agree, of_members, tiny
 from tests.support.tolerances import Tolerance, near, rounding
 from tests.support.variants import few
 
@@ -161,30 +161,20 @@ def test_the_variance_after_the_usual_merges():
     assert [round(min(single)), round(max(single))] == [1, 3]
 
 
-def term(models, rollout, rewards, g, share):
+def term(models, rollout, rewards, g):
     """-A exp(log p - its own value) of member g at the merged step."""
     (taken,) = rollout.transitions
     v = models.velocity("trained", taken.x, SIGMAS[taken.step], rollout.prompt)
     mean, std = over(taken.x, v, SIGMAS, taken.step, MERGED[taken.step])
     density = log_prob(taken.x_next[g : g + 1], mean, std)
-    return -share * normalised(rewards[0, 0]).clamp(-5, 5)[g] * (density - density.detach()).exp()
-
-
-def objective(models, seen):
-    members = seen.rewards.shape[-1]
-    share = 1 / (len(seen.rollouts) * members)
-    return [
-        partial(term, models, rollout, rewards, g, share)
-        for rollout, rewards in zip(seen.rollouts, seen.rewards, strict=True)
-        for g in range(members)
-    ]
+    return -normalised(rewards[0, 0]).clamp(-5, 5)[g] * (density - density.detach()).exp()
 
 
 @pytest.mark.parametrize("iterations", few([3, 1], (1).__eq__))
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory, iterations):
     """The first update's gradient does not depend on a step's length: advantages sum to 0, and the
     drift's width cancels the variance's; the test above has ratios that do."""
-    agree(tiny(flux_directory, *SETTING), objective, iterations=iterations)
+    agree(tiny(flux_directory, *SETTING), partial(of_members, term), iterations=iterations)
 
 
 def test_a_merged_plan_has_one_stochastic_step():

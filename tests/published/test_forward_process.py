@@ -30,14 +30,21 @@ def mean_square(x):
     return (x**2).mean()
 
 
-def nft(models, example, g, advantage, sigma):
-    """5 (r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w-) / b + kl |v - v_ref|^2, one member
-    at one time; b = 0.5."""
-    image, noise, b = example.x[g : g + 1], example.data["noise"][g : g + 1], 0.5
+def noised(models, example, g, sigma):
+    """Of one member at one time the image, the noise, x, and the velocities there: trained, old and
+    of the base."""
+    image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
     x = (1 - sigma) * image + sigma * noise
     with torch.no_grad():
         old, base = (models.velocity(which, x, sigma, example.prompt) for which in ("old", "base"))
-    v = models.velocity("trained", x, sigma, example.prompt)
+    return image, noise, x, models.velocity("trained", x, sigma, example.prompt), old, base
+
+
+def nft(models, example, g, advantage, sigma):
+    """5 (r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w-) / b + kl |v - v_ref|^2, one member
+    at one time; b = 0.5."""
+    image, _, x, v, old, base = noised(models, example, g, sigma)
+    b = 0.5
 
     def error(mixed):
         off = x - sigma * mixed - image
@@ -51,11 +58,7 @@ def nft(models, example, g, advantage, sigma):
 def awm(models, example, g, advantage, sigma):
     """-A/5 exp(log p - its own value) + kl |v - v_ref|^2 + |v - v_old|^2, log p = -4 sigma ((e +
     1e-10)^1/4 - 1e-10^1/4)."""
-    image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
-    x = (1 - sigma) * image + sigma * noise
-    with torch.no_grad():
-        old, base = (models.velocity(which, x, sigma, example.prompt) for which in ("old", "base"))
-    v = models.velocity("trained", x, sigma, example.prompt)
+    image, noise, _, v, old, base = noised(models, example, g, sigma)
     e = mean_square(v.double() - (noise.double() - image.double()))
     log_prob = -4 * sigma * ((e + 1e-10) ** 0.25 - 1e-10**0.25)
     return (
@@ -68,11 +71,7 @@ def awm(models, example, g, advantage, sigma):
 def epg(models, example, g, advantage, sigma, proximal=False):
     """-exp(D) W L + kl |v - v_ref|^2, D = L - L_old; L = -|x0(v) - x0|^2 / mean |x0(v) - x0|, and W
     is the advantage, or that minus D."""
-    image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
-    x = (1 - sigma) * image + sigma * noise
-    with torch.no_grad():
-        old, base = (models.velocity(which, x, sigma, example.prompt) for which in ("old", "base"))
-    v = models.velocity("trained", x, sigma, example.prompt)
+    image, _, x, v, old, base = noised(models, example, g, sigma)
 
     def bound(velocity):
         off = (x - sigma * velocity - image).double()

@@ -21,6 +21,7 @@ from g2rpo.train.contents import contents_of
 from g2rpo.train.found import find
 from tests.support.pages import ROOT
 from tests.support.refusals import refusal
+from tests.support.tables import rows
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 KINDS = {name: plugins.find_class("rewards", name, REWARDS) for name in REWARDS}
@@ -38,21 +39,22 @@ def test_a_declaration_fits_its_constructor(name):
     check_rewards({name: RewardConfig(kind=name)})
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "value"),
-    [
-        ("jpeg_size", "quality", 96),
-        ("ocr", "width", 0),
-        ("dino_similarity", "share", 0.0),
-        ("geneval", "score", "strict"),
-        ("vlm_judge", "image_size", 0),
-        ("vlm_judge", "form", "stars"),
-        ("vlm_judge", "aspects", []),
-        ("hpsv2", "batch_size", "8"),
-        ("hpsv2", "dtype", "float64"),
-    ],
-)
+BOUNDS = """
+jpeg_size -> quality -> 96
+ocr -> width -> 0
+dino_similarity -> share -> 0.0
+geneval -> score -> "strict"
+vlm_judge -> image_size -> 0
+vlm_judge -> form -> "stars"
+vlm_judge -> aspects -> []
+hpsv2 -> batch_size -> "8"
+hpsv2 -> dtype -> "float64"
+"""
+
+
+@pytest.mark.parametrize(("kind", "option", "value"), rows(BOUNDS))
 def test_an_option_out_of_its_bounds_is_refused_before_anything_is_loaded(kind, option, value):
+    value = json.loads(value)
     wrong = rf"rewards\.it\.options\.{option}: (Input|Value) should .*got {re.escape(repr(value))}"
     with pytest.raises(UserError, match=wrong):
         check_rewards({"it": RewardConfig(kind=kind, options={option: value})})

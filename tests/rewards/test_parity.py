@@ -20,6 +20,7 @@ from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt, clip_config, clip_st
 from g2rpo.rewards.weights import check_state
 from tests.rewards.learned import LEARNED, TOKENIZER, oracle, picture_of, save_pickscore, state_of
 from tests.rewards.oracle_inputs import PROMPTS, TOKEN_PROMPTS
+from tests.support.tables import rows
 from tests.support.tolerances import network, reordered, rounding
 
 PIXEL = rounding(8, size=2.6)
@@ -92,16 +93,17 @@ def test_clip_score_is_open_clips(tmp_path, quick_gelu, resize_mode):
         torch.testing.assert_close(features, theirs, **network(1.0))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "cleaned"),
-    [
-        ("A caf\u00c3\u00a9 in  Z\u00c3\u00bcrich", "a caf\u00e9 in z\u00fcrich"),  # decoded twice
-        ("it\u00e2\u20ac\u2122s a \u201ccat\u201d", 'it\'s a "cat"'),
-        ("a &amp;lt; b", "a < b"),
-        ("\uff26\uff35\uff2c\uff2c width", "full width"),
-        ("red\u00ad\ncar\r\n", "red\u00ad car"),
-    ],
-)
+CLEANED = """
+A caf\u00c3\u00a9 in  Z\u00c3\u00bcrich -> a caf\u00e9 in z\u00fcrich
+it\u00e2\u20ac\u2122s a \u201ccat\u201d -> it's a "cat"
+a &amp;lt; b -> a < b
+\uff26\uff35\uff2c\uff2c width -> full width
+red\u00ad\\ncar\\n -> red\u00ad car
+"""
+"""The first was decoded twice."""
+
+
+@pytest.mark.parametrize(("prompt", "cleaned"), rows(CLEANED))
 def test_prompts_are_cleaned_as_open_clips(prompt, cleaned):
     """By ftfy, which repairs what was decoded wrongly; our own table of letters did not."""
     assert clean_prompt(prompt) == cleaned
@@ -163,21 +165,15 @@ def test_a_text_tower_of_its_own_has_the_same_names(tmp_path):
     check_scores(open_clip(tmp_path, custom_text=True), recorded_cases())
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"image_mean": None}, "image_mean"),
-        ({"image_std": [0.2]}, "image_std"),
-        ({"size": {"width": 224}}, "size"),
-        ({"resample": 0}, "resample"),
-    ],
-)
-def test_what_a_description_of_the_preprocessing_lacks_is_named(tmp_path, change, words):
+def test_what_a_description_of_the_preprocessing_lacks_is_named(tmp_path):
     save_pickscore(tmp_path)
     file = tmp_path / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {words}"):
-        _transformers_preprocess(tmp_path)
+    whole = json.loads(file.read_text())
+    wrong = {"image_mean": None, "image_std": [0.2], "size": {"width": 224}, "resample": 0}
+    for name, value in wrong.items():
+        file.write_text(json.dumps({**whole, name: value}))
+        with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {name}"):
+            _transformers_preprocess(tmp_path)
 
 
 def test_open_clip_files_win_where_a_folder_holds_both_formats(learned, tmp_path):

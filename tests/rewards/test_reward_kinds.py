@@ -18,6 +18,7 @@ from g2rpo.train.first_group import rounded
 from g2rpo.train.persistence import take_stored
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, finished, groups_of, trainer
+from tests.support.tables import rows
 from tests.support.tolerances import reordered, rounding
 
 TEXTURE = f"{Path(__file__).parents[2]}/examples/plugin/g2rpo_example/texture.py:texture"
@@ -176,38 +177,34 @@ class it:
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "get", "source"),
-    [
-        ("default dtype", torch.get_default_dtype, "torch.set_default_dtype(torch.bfloat16)"),
-        ("default device", torch.get_default_device, "torch.set_default_device('meta')"),
-        ("grad mode", torch.is_grad_enabled, "torch.set_grad_enabled(False)"),
-        ("number of threads", torch.get_num_threads, "torch.set_num_threads(2)"),
-        (
-            "deterministic mode",
-            torch.get_deterministic_debug_mode,
-            "torch.use_deterministic_algorithms(True)",
-        ),
-        (
-            "cudnn.benchmark",
-            lambda: torch.backends.cudnn.benchmark,
-            "torch.backends.cudnn.benchmark = True",
-        ),
-    ],
-)
-def test_settings_that_a_reward_leaves_behind_do_not_change_a_run(
-    tmp_path, caplog, name, get, source
-):
+LEFT = """
+default dtype -> torch.set_default_dtype(torch.bfloat16)
+default device -> torch.set_default_device('meta')
+grad mode -> torch.set_grad_enabled(False)
+number of threads -> torch.set_num_threads(2)
+deterministic mode -> torch.use_deterministic_algorithms(True)
+cudnn.benchmark -> torch.backends.cudnn.benchmark = True
+"""
+
+
+def settings_of_torch():
+    deterministic, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    now = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    return *now, torch.is_grad_enabled(), deterministic, benchmark
+
+
+@pytest.mark.parametrize(("name", "source"), rows(LEFT))
+def test_settings_that_a_reward_leaves_behind_do_not_change_a_run(tmp_path, caplog, name, source):
     """Its module, when it is made, and at every call. Seeds are nothing to a run, whose noise is from
     generators of its own."""
-    before = get()
+    before = settings_of_torch()
     (file := tmp_path / "mine.py").write_text(LEAVING.format(source))
     plugins.allow(str(file))
     rewards = build_rewards({"bad": RewardConfig(kind=f"{file}:it")})
-    assert get() == before
+    assert settings_of_torch() == before
     for _ in range(2):
         assert score(rewards, torch.zeros(2, 3, 4, 4), ["a", "b"]).tolist() == [[1, 1]]
-        assert get() == before
+        assert settings_of_torch() == before
     # calls are without gradients anyway
     told = [f"{who} left torch's {name} at" for who in (file, "the reward bad", "the reward it")]
     said = [record.getMessage() for record in caplog.records]

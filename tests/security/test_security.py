@@ -1,12 +1,9 @@
 """Files, servers and clients that mean harm: nothing runs, nothing leaks, nobody waits for long."""
 
 import ast
-import contextlib
 import json
-import re
 import shutil
-import socket
-import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -38,6 +35,8 @@ from tests.support.commands import g2rpo as command
 from tests.support.commands import refused
 from tests.support.fuzzing import mutated
 from tests.support.runs import fallen_back, mean, resumed, trainer
+from tests.support.servers import endpoint_that
+from tests.support.tables import rows
 from tests.support.tiny import save_flux
 from tests.support.waiting import PATIENCE_S
 
@@ -106,9 +105,8 @@ MANIFESTS = """
 """
 
 
-@pytest.mark.parametrize("row", MANIFESTS.strip().splitlines())
-def test_a_manifest_that_is_none_is_named(run, row):
-    content, message = row.split(" -> ")
+@pytest.mark.parametrize(("content", "message"), rows(MANIFESTS))
+def test_a_manifest_that_is_none_is_named(run, content, message):
     (newest(run) / "manifest.json").write_text(content)
     assert message in fallen_back(run)[1]
 
@@ -312,15 +310,12 @@ def test_no_address_that_is_refused_is_repeated(url):
         assert "hunter2" not in str(error) and len(str(error)) < 300
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["policy.path={}", "trainer.seed={}", "rewards.r={{kind: http, options: {{url: '{}'}}}}"],
-)
-def test_a_password_in_a_setting_is_not_repeated(capsys, tmp_path, monkeypatch, setting):
+def test_a_password_in_a_setting_is_not_repeated(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "scenes", setting.format(f"http://me:{SECRET}@host")]
-    code, out, err = command(capsys, *words)
-    assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
+    for setting in ("policy.path", "trainer.seed", "rewards.r.kind=http rewards.r.options.url"):
+        words = f"{setting}=http://me:{SECRET}@host".split()
+        code, out, err = command(capsys, "train", "scenes", *words)
+        assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
 
 
 def test_a_token_that_cannot_stand_in_a_header_is_refused_unrepeated(monkeypatch):
@@ -333,24 +328,13 @@ def test_a_token_that_cannot_stand_in_a_header_is_refused_unrepeated(monkeypatch
         assert SECRET not in str(refusal.value)
 
 
-@contextlib.contextmanager
 def answering(make):
-    """The address of a server that answers one request with `make(token)`, and what it heard."""
-    heard = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    """Answers a request with the bytes `make(token)`."""
 
-        def serve():
-            connection, _ = listener.accept()
-            with connection:
-                heard.append(connection.recv(65536))
-                token = re.search(rb"Bearer ([^\r]*)", heard[0])[1]
-                with contextlib.suppress(OSError):
-                    connection.sendall(make(token))
+    def answer(handler, count):
+        handler.wfile.write(make(handler.headers["Authorization"].removeprefix("Bearer ")))
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
-        thread.join()
+    return endpoint_that(answer)
 
 
 TOKENS = """
@@ -382,12 +366,13 @@ def test_a_token_in_a_setting_is_refused_and_not_repeated(tmp_path, capsys, capl
 def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
     caplog.set_level("DEBUG")
     monkeypatch.setenv("TOKEN", SECRET)
+    heard, refused = [], b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou"
     with (
-        answering(lambda token: b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou") as (url, heard),
+        answering(lambda token: heard.append(token) or refused) as (url, _),
         pytest.raises(OSError, match="answered 403: not .*you") as refusal,
     ):
         RemoteReward(url, endpoint={"token_env": "TOKEN", "timeout_s": PATIENCE_S})
-    assert f"Bearer {SECRET}".encode() in heard[0]
+    assert heard == [SECRET]
     assert SECRET not in str(refusal.value) + caplog.text and "\x1b" not in str(refusal.value)
 
 
@@ -410,7 +395,7 @@ def test_a_server_that_sends_the_token_back_is_not_quoted(monkeypatch, caplog, s
     monkeypatch.setenv("TOKEN", token)
 
     def answer(heard):
-        said = heard.decode().replace("/", "\\/" if how == "escaped" else "/")
+        said = heard.replace("/", "\\/" if how == "escaped" else "/")
         return f"HTTP/1.0 {status}{ECHOES[how].format(said)}".encode()
 
     with answering(answer) as (url, _):
@@ -446,41 +431,29 @@ def test_a_blank_token_is_none():
 )
 def test_an_endpoint_that_drips_is_left_in_time(beginning):
     """Each byte comes well within the socket's own time limit."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stop = threading.Event()
 
-        def serve():
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(beginning)
-                while not stop.wait(0.02):
-                    try:
-                        connection.sendall(b"x")
-                    except OSError:
-                        return
+    def drip(handler, count):
+        handler.wfile.write(beginning)
+        while True:  # until the client has left, when writing fails
+            time.sleep(0.02)
+            handler.wfile.write(b"x")
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(NoAnswer):  # if it were not left, this would never end
-            request_json(f"http://127.0.0.1:{listener.getsockname()[1]}", dict, timeout_s=0.3)
-        stop.set()
-        thread.join()
+    # if it were not left, this would never end
+    with endpoint_that(drip) as (url, _), pytest.raises(NoAnswer):
+        request_json(url, dict, timeout_s=0.3)
 
 
 # --- what a run directory says
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"kind": "train"', "is no JSON"),
-        (
-            '{"kind": "train", "iteration": "../../x"}',
-            "train.iteration: Input should be a valid int",
-        ),
-        ("[" * 100_000, "is no JSON .recursion limit exceeded"),
-    ],
-)
+LINES = [
+    ('{"kind": "train"', "is no JSON"),
+    ('{"kind": "train", "iteration": "../../x"}', "train.iteration: Input should be a valid int"),
+    ("[" * 100_000, "is no JSON .recursion limit exceeded"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), LINES)
 def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, line, message):
     good = '{"kind": "eval", "iteration": 0, "seconds": 1.0, "reward/x": null}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
