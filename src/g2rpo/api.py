@@ -162,21 +162,19 @@ def _check(**given: Any) -> None:
 
 def _without_objects(config: Config, given: Given, algorithm: Algorithm | None) -> Config:
     """`config` with `PYTHON` in place of the name of each given object."""
-    evaluation = config.evaluation
     changes: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
-    if given.policy is not None:
-        changes["policy"] = config.policy.model_copy(update={"path": PYTHON, "pipeline": None})
-    if given.prompts is not None:
-        changes["prompts"] = config.prompts.model_copy(update={"train": PYTHON})
-    if given.heldout is not None:
-        evaluation = evaluation.model_copy(update={"prompts": PYTHON})
     if given.rewards is not None:
         changes["rewards"] = _entries(given.rewards, config.rewards)
+    if given.policy is not None:
+        config = config.changed("policy", path=PYTHON, pipeline=None)
+    if given.prompts is not None:
+        config = config.changed("prompts", train=PYTHON)
+    if given.heldout is not None:
+        config = config.changed("evaluation", prompts=PYTHON)
     if given.judges is not None:
-        evaluation = evaluation.model_copy(
-            update={"rewards": _entries(given.judges, evaluation.rewards)}
-        )
-    return config.model_copy(update={**changes, "evaluation": evaluation})
+        judges = _entries(given.judges, config.evaluation.rewards)
+        config = config.changed("evaluation", rewards=judges)
+    return config.model_copy(update=changes)
 
 
 def _entries(
@@ -247,14 +245,16 @@ def study(
     `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Called
     again, it finishes what is missing in `out`. Raises UserError and Stopped as the command does.
     """
-    options: dict[str, Any] = {
-        "seeds": seeds,
-        "steps": steps,
-        "jobs": jobs,
-        "controls": controls,
-    }
     folder = compare_cells(
-        recipe, overrides, cells, parse_budget(budget), out=local(out), **options
+        recipe,
+        overrides,
+        cells,
+        parse_budget(budget),
+        seeds=seeds,
+        steps=steps,
+        jobs=jobs,
+        out=local(out),
+        controls=controls,
     )
     return read_as(dict[str, Any], folder.results)
 

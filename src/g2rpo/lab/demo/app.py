@@ -50,17 +50,15 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
     def answer(prompt: str, picture: str | None, seed: Any, *values: Any) -> str:
         given = dict(zip(shown, values, strict=True))
         strength = given.pop("strength")
-        control, images = control_of(given, model), [picture] if picture else []
-        return views.drawing_html(
-            draw(
-                model,
-                prompt,
-                seed=whole_number(seed),
-                strength=strength,
-                control=control,
-                images=images,
-            )
+        drawn = draw(
+            model,
+            prompt,
+            seed=whole_number(seed),
+            strength=strength,
+            control=control_of(given, model),
+            images=[picture] if picture else [],
         )
+        return views.drawing_html(drawn)
 
     shown: dict[str, gr.Component] = {}
     with gr.Row():
@@ -75,9 +73,8 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
                 gr.HTML(
                     '<p class="g2-soft">The base model draws once more with these, and the price is shown.</p>'
                 )
-                shown |= {
-                    name: _setting(model, name) for name in OFFERED_SETTINGS if name not in OF_ALL
-                }
+                free = [name for name in OFFERED_SETTINGS if name not in OF_ALL]
+                shown |= {name: _setting(model, name) for name in free}
         with gr.Column(scale=7, min_width=300):
             words = "Base and tuned, from the same noise, appear here."
             out = gr.HTML(opening or empty(words), elem_id="drawing")

@@ -95,10 +95,8 @@ def draw(
     seed = model.sampler.seed if seed is None else seed
     steps = control.steps or model.sampler.num_steps
     scale = model.policy.guidance_scale if control.guidance is None else control.guidance
-    sampler, rewards = (
-        replace(model.sampler, num_steps=steps, seed=seed),
-        {**model.rewards, **model.judges},
-    )
+    sampler = replace(model.sampler, num_steps=steps, seed=seed)
+    rewards = {**model.rewards, **model.judges}
     weights = {name: model.config.rewards[name].weight for name in model.rewards}
     more = control.model_copy(update={"steps": None, "guidance": None})
     if more.best_of > 1 and not weights:
@@ -180,11 +178,8 @@ class GroupTrace:
     @property
     def unscored(self) -> list[str]:
         """The rewards that scored nothing."""
-        return [
-            name
-            for name, values in zip(self.model.rewards, self.rewards, strict=True)
-            if values.isnan().all()
-        ]
+        named = zip(self.model.rewards, self.rewards, strict=True)
+        return [name for name, values in named if values.isnan().all()]
 
 
 def own_granularities(model: DemoModel) -> list[int]:
@@ -219,21 +214,16 @@ def trace_group(
     algorithm, chosen = _group_to_show(model, plan, granularities)
     config, sigmas = model.config, model.sigmas
     s = config.sampling
-    total = (
-        count_evaluations([chosen], algorithm.group_size, s.tails)
-        + s.num_steps * chosen.shared_noise
-    )
+    total = count_evaluations([chosen], algorithm.group_size, s.tails)
+    total += s.num_steps * chosen.shared_noise
 
     def noise(row: int, *purpose: int | str) -> torch.Generator:
         return generator_for(key, "rollout", 0, row, *purpose)  # the trainer's key
 
     def shown(latents: Tensor) -> Tensor:  # a batch at a time: clips are large
-        return torch.cat(
-            [
-                reduced(decode(model.policy, part, model.sizes.decode))
-                for part in latents.split(model.sizes.decode)
-            ]
-        )
+        size = model.sizes.decode
+        parts = [reduced(decode(model.policy, part, size)) for part in latents.split(size)]
+        return torch.cat(parts)
 
     def sampled() -> GroupTrace:
         engine = Engine(
@@ -248,12 +238,9 @@ def trace_group(
         (rollout,) = engine.rollout([chosen], algorithm.group_size, algorithm.kernel(sigmas), noise)
         predictions = None
         if chosen.shared_noise:
-            anchors = engine.anchors(range(s.num_steps), noise).items()
-            predictions = shown(
-                torch.cat(
-                    [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors]
-                )
-            )
+            anchors, end = engine.anchors(range(s.num_steps), noise), sigmas.new_zeros(())
+            ends = [ode_step(x, v, sigmas[step], end) for step, (x, v) in anchors.items()]
+            predictions = shown(torch.cat(ends))
         scores = score_rollouts(model.policy, [rollout], model.rewards, [asked], model.sizes)
         rewards = of_members(scores, algorithm.group_size)
         against = above_baseline(scores, algorithm.group_size)
@@ -306,8 +293,5 @@ def _group_to_show(
 
 def plan_label(plan: Plan) -> str:
     """The steps at which a plan's noise enters."""
-    return (
-        f"step {plan.branch}"
-        if plan.merge == plan.branch + 1
-        else f"steps {plan.branch} to {plan.merge - 1}"
-    )
+    first, last = plan.branch, plan.merge - 1
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -66,8 +66,7 @@ def config_of_model(
     config = resolve({**settings, "policy": policy}, source="--model")
     if not table:
         return config
-    judged = config.evaluation.model_copy(update={"rewards": {}})
-    return config.model_copy(update={"rewards": table, "evaluation": judged})
+    return config.changed("evaluation", rewards={}).model_copy(update={"rewards": table})
 
 
 def check_demo(config: Config) -> None:
@@ -145,13 +144,9 @@ class DemoModel:
     @property
     def meanings(self) -> dict[str, str]:
         """What each reward measures: the first sentences of its documentation, if it has any."""
-        told = {
-            name: inspect.getdoc(reward) or ""
-            for name, reward in {**self.rewards, **self.judges}.items()
-        }
-        return {
-            name: " ".join(text.split("\n\n")[0].split()) for name, text in told.items() if text
-        }
+        every = {**self.rewards, **self.judges}.items()
+        told = {name: inspect.getdoc(reward) or "" for name, reward in every}
+        return {name: " ".join(it.split("\n\n")[0].split()) for name, it in told.items() if it}
 
     def seconds(self, picture: Tensor) -> float:
         """The length of a clip, or of what is shown of it."""
@@ -175,10 +170,8 @@ class DemoModel:
             raise UserError("write a prompt first")
         if len(text) > MAX_PROMPT:
             raise UserError(f"the prompt has {len(text)} characters; {MAX_PROMPT} are allowed")
-        numbers = {
-            str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))
-        }
-        number = None if images else numbers.get(text)
+        known = [str(prompt) for prompt in self.heldout]
+        number = known.index(text) if text in known and not images else None
         prompt = Prompt(text, images) if number is None else self.heldout[number]
         if images or self.input_pictures[0]:
             check_counts([prompt], self.input_pictures)

@@ -135,11 +135,10 @@ def plan_memory(
     scored_by = sum(
         it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None
     )
-    published = sum(p.numel() for p in policy.pipeline.vae.parameters()) + sum(
-        each.parameters for each in model.encoders
-    )
+    published = sum(each.parameters for each in model.encoders)
+    published += _parameters_in(policy.pipeline.vae)
     # to float32, a block at a time
-    converted = max(_parameters_in(block) for block in policy.blocks) * 4 if sharded else 0
+    converted = 4 * max(map(_parameters_in, policy.blocks)) if sharded else 0
     return PlannedMemory(
         parts={**always, **after},
         working=working,
@@ -193,10 +192,7 @@ def _gathered(config: Config, model: Model) -> tuple[int, int]:
     """
     if config.trainer.sharding == "none":
         return 0, 0
-    size, blocks = (
-        model.policy.dtype.itemsize,
-        [_parameters_in(block) for block in model.policy.blocks],
-    )
+    size, blocks = model.policy.dtype.itemsize, [*map(_parameters_in, model.policy.blocks)]
     everything = model.total(_parameters_in)
     inside = sum(times * block for times, block in zip(model.times, blocks, strict=True))
     return size * min(everything, everything - inside + 2 * max(blocks)), size * everything

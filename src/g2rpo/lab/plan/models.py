@@ -4,6 +4,7 @@ operations of rewards, by what their classes say of their models (`types.Reward.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -66,15 +67,12 @@ class Model:
     def trained(self) -> list[torch.Tensor]:
         """The trained weights of the whole transformer; those of equal blocks are the same
         tensors."""
-        inside = [
-            [p for p in block.parameters() if p.requires_grad] for block in self.policy.blocks
-        ]
-        known = {id(p) for block in inside for p in block}
-        outside = [p for p in self.policy.trainable_parameters() if id(p) not in known]
-        return [
-            *outside,
-            *(p for block, times in zip(inside, self.times, strict=True) for p in block * times),
-        ]
+        trained, known = list[Tensor](), set[int]()
+        for block, times in zip(self.policy.blocks, self.times, strict=True):
+            own = [p for p in block.parameters() if p.requires_grad]
+            trained += own * times
+            known |= set(map(id, own))
+        return [*(p for p in self.policy.trainable_parameters() if id(p) not in known), *trained]
 
     def total(self, of: Callable[[nn.Module], int]) -> int:
         """`of`, a sum over weights, of the whole transformer."""
@@ -129,17 +127,12 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
     index = index_of(path) if os.path.isdir(path) or is_hub_id(path) else None
     if index is None or not prompts:
         return None
-    spec = find_pipeline(config).spec
-    if (
-        spec.pictured
-        or not (spec.masks or spec.lists or spec.ragged)
-        or not (index.parent / "tokenizer").is_dir()
-    ):
+    spec, folder = find_pipeline(config).spec, index.parent
+    padded = not (spec.masks or spec.lists or spec.ragged)
+    if spec.pictured or padded or not (folder / "tokenizer").is_dir():
         return None
     try:
-        return _counted(
-            config, spec, index.parent, sorted(set(prompts), key=len)[-LONGEST_PROMPTS:]
-        )
+        return _counted(config, spec, folder, sorted(set(prompts), key=len)[-LONGEST_PROMPTS:])
     except Exception as error:  # of tokenizers and pipelines, which are the library's or the user's
         raise UserError(
             f"{config.path}: the tokens of the prompts cannot be counted ({error})"
@@ -150,18 +143,16 @@ def _counted(config: PolicyConfig, spec: PipelineSpec, folder: Path, prompts: Se
     from transformers import AutoTokenizer
 
     policy, _ = build_shallow(read_blueprint(config), config)
-    parts = {
-        place.name: AutoTokenizer.from_pretrained(str(place))
-        for place in folder.glob("tokenizer*")
-        if place.is_dir()
-    }
-    parts |= {place.name: _Zeros() for place in folder.glob("text_encoder*") if place.is_dir()}
+    parts: dict[str, Any] = {}
+    for place in filter(Path.is_dir, folder.iterdir()):
+        if place.name.startswith("tokenizer"):
+            parts[place.name] = AutoTokenizer.from_pretrained(str(place))
+        elif place.name.startswith("text_encoder"):
+            parts[place.name] = _Zeros()
     policy.pipeline.register_modules(**parts)
     encoders = TextEncoders(policy.pipeline, spec, config, "cpu")
     rows = [encoders.encode([prompt], guided=False).ragged for prompt in prompts]
-    return max(
-        len(values[0]) for row in rows for name, values in row.items() if name in spec.widths
-    )
+    return max(len(row[name][0]) for row in rows for name in row.keys() & spec.widths)
 
 
 class _Zeros(nn.Module):
@@ -194,15 +185,11 @@ def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardC
     kind: Any = found.declared
     given = {**entry.options, "device": entry.options.get("device", device)}
     options = {name: given.get(name, default) for name, default in found.defaults.items()}
-    model_options = {
-        name: value for name, value in options.items() if name not in ("device", "dtype")
-    }
-    if (
-        measured := _measured(kind, json.dumps(model_options, sort_keys=True, default=str))
-    ) is None:
+    device, dtype = str(options.pop("device", "cpu")), str(options.pop("dtype", "float32"))
+    measured = _measured(kind, json.dumps(options, sort_keys=True, default=str))
+    if measured is None:
         return None
     parameters, flops = measured
-    device, dtype = str(options.get("device", "cpu")), str(options.get("dtype", "float32"))
     frames = (entry.frames or Frames()).of(length)
     return RewardCost(parameters * parse_dtype(dtype).itemsize, frames * flops, device, dtype)
 
@@ -225,9 +212,7 @@ def count_flops(networks: Sequence[nn.Module], run: Callable[[], Any]) -> float:
         for module in list(network.modules()):
             lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
             times = keep_two_blocks(module)
-            for block, count in zip(
-                (block for each in lists for block in each), times, strict=True
-            ):
+            for block, count in zip(itertools.chain(*lists), times, strict=True):
                 block.register_forward_pre_hook(lambda *_, count=count: entered.append(count))
                 block.register_forward_hook(lambda *_: entered.pop() and None)
     with torch.no_grad(), Meter(times=lambda: math.prod(entered)) as meter:

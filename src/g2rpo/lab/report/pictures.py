@@ -6,13 +6,14 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
@@ -48,13 +49,8 @@ def pictures(runs: Sequence[RunHistory]) -> list[list[dict[str, Any]]]:
     shown: list[list[dict[str, Any]]] = []
     for size in (256, 192, 128, 96, 64, 48):
         shown = [_shown(run, size) for run in runs]
-        frames = [
-            frame
-            for sets in shown
-            for each in sets
-            for card in each["cards"]
-            for frame in card["frames"]
-        ]
+        cards = [card for sets in shown for each in sets for card in each["cards"]]
+        frames = [frame for card in cards for frame in card["frames"]]
         if sum(len(frame["uri"]) + len(frame["still"]) for frame in frames) <= PICTURE_BYTES:
             break
     return shown
@@ -113,23 +109,15 @@ def _cards(
 ) -> list[dict[str, Any]]:
     """By prompt: its input picture, and its pictures after every iteration, each with its scores
     and whether it is right."""
-    first = next(iter(tables))
-    return [
-        {
-            "prompt": tables[first][place]["prompt"],
-            "input": given_to(run.files.pictures(first), place, size),
-            "frames": [
-                _frame(
-                    picture_of(run.files.pictures(iteration), place),
-                    size,
-                    rows[place],
-                    run.config.rewards,
-                )
-                for iteration, rows in tables.items()
-            ],
-        }
-        for place in places
-    ]
+    first, cards = next(iter(tables)), []
+    for place in places:
+        frames = [
+            _frame(picture_of(run.files.pictures(after), place), size, rows[place], run.config)
+            for after, rows in tables.items()
+        ]
+        given = given_to(run.files.pictures(first), place, size)
+        cards.append({"prompt": tables[first][place]["prompt"], "input": given, "frames": frames})
+    return cards
 
 
 def given_to(folder: Path, index: int, size: int) -> str:
@@ -143,19 +131,14 @@ def said(value: float | None) -> str:
     return figure(math.nan if value is None else value)
 
 
-def _frame(path: Path, size: int, row: Row, names: Collection[str]) -> dict[str, Any]:
-    picture = picture_of_file(path)
-    scores = {name: said(row["scores"][name]) for name in names if name in row["scores"]}
-    uri, still, clip = data_uri(picture, size), "", clip_of(path)
+def _frame(path: Path, size: int, row: Row, config: Config) -> dict[str, Any]:
+    picture, own = picture_of_file(path), row["scores"]
+    scores = {name: said(own[name]) for name in config.rewards if name in own}
+    told = {"right": row.get("right"), "scores": scores, "shape": picture.size}
+    uri, clip = data_uri(picture, size), clip_of(path)
     if clip.is_file():
-        uri, still = clip_uri(*read_webp(clip), size), uri
-    return {
-        "uri": uri,
-        "still": still,
-        "right": row.get("right"),
-        "scores": scores,
-        "shape": picture.size,
-    }
+        return {"uri": clip_uri(*read_webp(clip), size), "still": uri, **told}
+    return {"uri": uri, "still": "", **told}
 
 
 def first_group(run: RunHistory) -> dict[str, Any] | None:
@@ -166,17 +149,11 @@ def first_group(run: RunHistory) -> dict[str, Any] | None:
         return None
     try:
         rows = read_rows(run.files.group_scores, Member)
-        uris = [
-            data_uri(picture_of_file(picture_of(folder, index)), MEMBER)
-            for index in range(len(rows))
-        ]
+        files = [picture_of_file(picture_of(folder, index)) for index in range(len(rows))]
+        uris = [data_uri(picture, MEMBER) for picture in files]
         members = _members(rows, uris, len(rows) // rows[0]["tails"])
-        told = {
-            "prompt": rows[0]["prompt"],
-            "how": rows[0]["how"],
-            "input": given_to(folder, 0, MEMBER),
-        }
-        return {"trouble": "", "members": members, **told}
+        told = {name: rows[0][name] for name in ("prompt", "how")}
+        return {"trouble": "", "members": members, "input": given_to(folder, 0, MEMBER), **told}
     except DAMAGE as error:
         return {"trouble": str(error)}
 
