@@ -49,39 +49,25 @@ def test_the_kl_of_a_squared_distance_is_one_too():
     assert_close(kernel_kl(now, base), theirs.mean(1), **rounding(30, size=1.0))
 
 
-def last_steps(algorithm, num_steps=6, solver="euler"):
-    """(the group's rollout, its velocity at the last step, the sigmas) with the Gaussian policy."""
-    policy, sigmas = GaussianPolicy(mean=0.3), sigma_grid(num_steps, 3.0)
-    tails = Tails(solver=solver)
-    engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
-    (rollout,) = engine.rollout(
-        algorithm.plans(num_steps), 5, algorithm.kernel(sigmas), generator_for
-    )
-    x = rollout.transitions[-1].x_next
-    with torch.no_grad():
-        return rollout, engine.velocity(x, [num_steps - 1] * 5, [0] * 5), sigmas, engine.evaluations
-
-
+@torch.no_grad()
 @pytest.mark.parametrize(("kind", "solver"), [(FlowGRPO, "euler"), (GRPOGuard, "dpmpp2m")])
 def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver):
     """The published pipelines take one stochastic step after another down to sigma = 0, and train
     99 % of them: 9 of 10."""
-    noisy, v, sigmas, evaluations = last_steps(kind(), solver=solver)
-    quiet = type("Still", (kind,), {"noisy_last_step": False})()
-    still, *_, as_many = last_steps(quiet, solver=solver)
-    assert [t.step for t in noisy.transitions] == [0, 1, 2, 3, 4]
-    for a, b in zip(noisy.transitions, still.transitions, strict=True):
-        assert a.step == b.step and torch.equal(a.x_next, b.x_next)
-        assert torch.equal(a.old_log_prob, b.old_log_prob)
-    x, generator = noisy.transitions[-1].x_next, generator_for(0, "branch", 0, 5)
-    noise = torch.randn(x.shape, generator=generator)
-    sigma, g = sigmas[5], 0.7 * math.sqrt(float(sigmas[5] / (1 - sigmas[5])))
+    policy, sigmas, algorithm = GaussianPolicy(mean=0.3), sigma_grid(6, 3.0), kind()
+    cond, tails = policy.encode(["0"]), Tails(solver=solver)
+    engine = Engine(policy=policy, cond=cond, sigmas=sigmas, tails=tails)
+    plans, kernel = algorithm.plans(6), algorithm.kernel(sigmas)
+    (rollout,) = engine.rollout(plans, 5, kernel, generator_for)
+    assert [t.step for t in rollout.transitions] == [0, 1, 2, 3, 4]
+    assert engine.evaluations == 5 * 6  # every member at every step
+    x, sigma = rollout.transitions[-1].x_next, sigmas[5]
+    v, noise = engine.velocity(x, [5] * 5, [0] * 5), generator_for(0, "branch", 0, 5)
+    g = 0.7 * math.sqrt(float(sigma / (1 - sigma)))
     # the published step with sigma' = 0
     mean = x * (1 - g**2 / 2) - v * (sigma + g**2 * (1 - sigma) / 2)
-    assert_close(noisy.finals[0], mean + g * sigma.sqrt() * noise, **rounding(20, size=4.0))
-    assert_close(still.finals[0], x - sigma * v, **rounding(4, size=4.0))
-    # every member at every step, and the five asked for above
-    assert evaluations == as_many == 5 * 6 + 5
+    drawn = mean + g * sigma.sqrt() * torch.randn(x.shape, generator=noise)
+    assert_close(rollout.finals[0], drawn, **rounding(20, size=4.0))
 
 
 def published_guard(new, old, x_next, advantages, std, dsigma, correction, clip=2e-6):
