@@ -13,9 +13,7 @@ from g2rpo.train.dry_run import tried
 from g2rpo.train.found import Found, Given
 from tests.support.commands import refused
 from tests.support.runs import PROMPTS, brightness, config, darkness
-
-FUNCTION = "def it(images, prompts):\n    return "
-TRIED = ["reward 'mine'", "2 random pictures"]
+from tests.support.tables import rows
 
 
 @pytest.fixture(autouse=True)
@@ -26,28 +24,25 @@ def nothing_loads(monkeypatch):
     monkeypatch.setattr("g2rpo.models.load.Pipeline.load", load)
 
 
-@pytest.mark.parametrize(
-    ("source", "table", "said"),
-    [
-        (FUNCTION + "images.flatten(1)", "rewards", [*TRIED, "returned the shape [2, 12288]"]),
-        (
-            FUNCTION + "None",
-            "evaluation.rewards",
-            [*TRIED, "2 scores, one per image, but returned"],
-        ),
-        (FUNCTION + "images.nothing", "rewards", [*TRIED, "mine.py:2: return images.nothing"]),
-        ("class it:\n    def score(self): ...", "rewards", ["rewards.mine: ", "it: is no reward"]),
-        ("it = 3", "evaluation.rewards", ["rewards.mine: ", "it has no __call__(images, prompts)"]),
-    ],
-)
+BROKEN = r"""
+FUNCTION images.flatten(1) -> rewards -> returned the shape [2, 12288]
+FUNCTION None -> evaluation.rewards -> 2 scores, one per image, but returned
+FUNCTION images.nothing -> rewards -> mine.py:2: return images.nothing
+class it:\n    def score(self): ... -> rewards -> rewards.mine: PLACE: is no reward
+it = 3 -> evaluation.rewards -> evaluation.rewards.mine: PLACE: is no reward, it has no __call__(images, prompts)
+"""
+
+
+@pytest.mark.parametrize(("source", "table", "said"), rows(BROKEN))
 def test_a_reward_of_ones_own_is_tried_on_two_random_pictures(
     capsys, tmp_path, source, table, said
 ):
-    (tmp_path / "mine.py").write_text(source + "\n")
-    asked = f"{table}.mine.kind={tmp_path}/mine.py:it"
-    err = refused(capsys, "train", "scenes", asked, "--run-dir", tmp_path / "run")
-    assert all(words in err for words in said), err
-    assert not (tmp_path / "run").exists()
+    own, run = tmp_path / "mine.py", tmp_path / "run"
+    function = source.replace("FUNCTION", "def it(images, prompts):\n    return")
+    own.write_text(function + "\n")
+    err = refused(capsys, "train", "scenes", f"{table}.mine.kind={own}:it", "--run-dir", run)
+    assert said.replace("PLACE", f"{own}:it") in err and not run.exists()
+    assert ("reward 'mine'" in err and "2 random pictures" in err) == (function != source)
 
 
 @dataclass(frozen=True)
