@@ -81,8 +81,8 @@ def cited(sentence: str, paragraph: str, page: Path) -> set[float]:
 
 
 def source_of(words: list[str]) -> str:
-    """Of the tests that `pytest FILES -k NAME` chooses, with their parameters; whole files without
-    -k."""
+    """Of the tests that `pytest FILES -k NAME` chooses, with their parameters, also those in a table
+    of the file; whole files without -k."""
     sources = [
         (ROOT / word).read_text(encoding="utf-8") for word in words if word.startswith("tests/")
     ]
@@ -90,13 +90,17 @@ def source_of(words: list[str]) -> str:
         return "\n".join(sources)
     name, chosen = words[words.index("-k") + 1], []
     for source in sources:
-        for node in ast.parse(source).body:
+        nodes = ast.parse(source).body
+        tables = {ast.unparse(one.targets[0]): one for one in nodes if isinstance(one, ast.Assign)}
+        for node in nodes:
             if (
                 isinstance(node, ast.FunctionDef)
                 and node.name.startswith("test_")
                 and name in node.name
             ):
-                parts = [*node.decorator_list, node]
+                used = [ast.unparse(one) for each in node.decorator_list for one in ast.walk(each)]
+                named = [tables[name] for name in used if name in tables]
+                parts = [*node.decorator_list, *named, node]
                 chosen += [ast.get_source_segment(source, part) or "" for part in parts]
     return "\n".join(chosen)
 
