@@ -3,7 +3,6 @@ and noise.
 
     python -m benchmarks.rollout --out benchmarks/results/rollout.json     # the testbed on this machine
     python -m benchmarks.rollout --granularities 1 2 3 --options "forecast=true"
-    python -m benchmarks.rollout --sweep docs/images/rollout_cost.png --out benchmarks/results/rollout_sweep.json
 
 Exact, both produce the same latents; the largest difference is printed. Seconds are for encoding,
 rollout, decoding and scoring; the training pass is the same for both and left out. The engine with
@@ -44,18 +43,11 @@ from g2rpo.models.load import build_policy
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.memory import BatchSizes
-from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import score_rollouts
-from g2rpo.rollout.tails import EXACT, Tails
+from g2rpo.rollout.tails import Tails
 from g2rpo.train.collector import Stopwatch
 
 NUM_STEPS = 16
-SWEEPS: dict[str, list[Any]] = {
-    "group size": [4, 8, 12, 24],
-    "branch steps": [1, 2, 4, 8],
-    "granularities": [(1,), (1, 2), (1, 2, 3)],
-    "prompts": [1, 2, 4],
-}
 
 
 @dataclass
@@ -177,93 +169,6 @@ def published_evaluations(algorithm: GranularGRPO) -> int:
     return NUM_STEPS + algorithm.group_size * (len(algorithm.branch_steps) + tails)
 
 
-def sweep(bench: Bench, every_prompt: Sequence[str]) -> dict[str, Any]:
-    """Engine seconds as one setting grows and the others stay, exact and fast; the loop's from its
-    seconds per evaluation."""
-    base: dict[str, Any] = {
-        "group size": 12,
-        "branch steps": 4,
-        "granularities": (1, 2),
-        "prompts": 1,
-    }
-
-    def algorithm(settings: dict[str, Any]) -> GranularGRPO:
-        steps = tuple(range(settings["branch steps"]))
-        return GranularGRPO(
-            group_size=settings["group size"],
-            branch_steps=steps,
-            granularities=settings["granularities"],
-        )
-
-    seconds, asked, _ = bench.loop(
-        GranularGRPO(group_size=2, branch_steps=(0, 1), granularities=(1, 2)), 0
-    )
-    per_evaluation = sum(seconds.values()) / asked
-    fast, points = Tails(forecast=True), []
-    bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), EXACT, 0)
-    for axis, values in SWEEPS.items():
-        for value in values:
-            settings = {**base, axis: value}
-            bench.prompts, chosen = every_prompt[: settings["prompts"]], algorithm(settings)
-            exact, evaluations, _ = bench.engine(chosen, EXACT, 0)
-            cheap, fewer, _ = bench.engine(chosen, fast, 0)
-            assert evaluations == settings["prompts"] * count_evaluations(
-                chosen.plans(NUM_STEPS), chosen.group_size
-            )
-            points.append(
-                {
-                    "axis": axis,
-                    "value": list(value) if isinstance(value, tuple) else value,
-                    "evaluations": {"exact": evaluations, "fast": fewer},
-                    "seconds": {"exact": sum(exact.values()), "fast": sum(cheap.values())},
-                    "published_estimate": settings["prompts"]
-                    * published_evaluations(chosen)
-                    * per_evaluation,
-                }
-            )
-            print(json.dumps(points[-1]), flush=True)
-    return {"points": points, "base": base, "published_seconds_per_evaluation": per_evaluation}
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """One panel per axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, len(SWEEPS), figsize=(12, 3), sharey=True, layout="constrained"
-    )
-    for panel, axis in zip(panels, SWEEPS, strict=True):
-        points = [point for point in result["points"] if point["axis"] == axis]
-        names = [
-            "{" + ", ".join(map(str, p["value"])) + "}"
-            if isinstance(p["value"], list)
-            else p["value"]
-            for p in points
-        ]
-        places = range(len(points)) if axis == "granularities" else names
-        panel.plot(
-            places,
-            [p["published_estimate"] for p in points],
-            "k--",
-            marker=".",
-            label="published loop (from its rate)",
-        )
-        panel.plot(places, [p["seconds"]["exact"] for p in points], "o-", label="engine, exact")
-        panel.plot(
-            places, [p["seconds"]["fast"] for p in points], "o-", label="engine, forecast=true"
-        )
-        panel.set_xticks(list(places), [str(name) for name in names])
-        panel.set(xlabel=axis, yscale="log")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("seconds an iteration")
-    panels[0].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
@@ -294,23 +199,17 @@ def main() -> None:
     bench = Bench(
         prompts[: args.prompts], args.batch_size, args.decode_batch_size, CLOCKS[args.clock]
     )
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "sweep")}
-    result: dict[str, Any] = {
-        "settings": settings,
+    # the paper's other settings
+    algorithm = GranularGRPO(granularities=tuple(args.granularities))
+    options = list(dict.fromkeys(["exact", *args.options]))
+    result = {
+        "settings": {key: value for key, value in vars(args).items() if key != "out"},
         "machine": describe(bench.policy.device),
         "load": os.getloadavg(),
+        **compare(bench, algorithm, options, args.repeats),
     }
-    if args.sweep is not None:
-        result |= sweep(bench, prompts)
-        draw(result, args.sweep)
-    else:
-        # the paper's other settings
-        algorithm = GranularGRPO(granularities=tuple(args.granularities))
-        result |= compare(
-            bench, algorithm, list(dict.fromkeys(["exact", *args.options])), args.repeats
-        )
-        print(table(result["rows"]))
-        print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
+    print(table(result["rows"]))
+    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -334,9 +233,6 @@ def arguments() -> argparse.Namespace:
         help="fast tails to measure too",
     )
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument(
-        "--sweep", type=Path, metavar="PNG", help="measure how cost grows instead, and draw it"
-    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
