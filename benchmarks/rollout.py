@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
@@ -44,10 +44,16 @@ from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.scoring import score_rollouts
-from g2rpo.rollout.tails import Tails
+from g2rpo.rollout.tails import EXACT, Tails
 from g2rpo.train.collector import Stopwatch
 
 NUM_STEPS = 16
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+OPTIONS = {
+    "exact": EXACT,
+    "solver=dpmpp2m": Tails("dpmpp2m"),
+    "forecast=true": Tails(forecast=True),
+}
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """How tails are integrated: which steps they share, and Euler's steps, another solver's, or fewer
 evaluations. A tail only estimates the reward of a member and carries no log-prob, so the ratio is
 unaffected: anchors and stochastic steps always use the policy's own velocity.
-`benchmarks.fast_tails` measures the errors.
+benchmarks/results/fast_tails.md has the errors.
 """
 
 from __future__ import annotations
