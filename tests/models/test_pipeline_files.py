@@ -4,6 +4,7 @@ get a caution."""
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,102 +26,72 @@ from tests.support.variants import few
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 
 
-def folder_of(tmp_path, kind="QwenImagePipeline", scheduler=FLOW, missing=(), **entries):
+def folder_of(tmp_path, kind="QwenImagePipeline", scheduler=FLOW, **entries):
     """The small files of a pipeline."""
-    index = {
-        "_class_name": kind,
-        "text_encoder": ["transformers", "Qwen3Model"],
-        "transformer": ["diffusers", "X"],
-        **entries,
-    }
-    for name in ("scheduler", "text_encoder", "transformer"):
-        if name not in missing:
-            (tmp_path / name).mkdir()
+    parts = {"text_encoder": ["transformers", "Qwen3Model"], "transformer": ["diffusers", "X"]}
+    for name in ("scheduler", *parts):
+        (tmp_path / name).mkdir()
+    index = {"_class_name": kind, **parts, **entries}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     return PolicyConfig(path=str(tmp_path), height=64, width=64)
 
 
 DDIM = {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"}
-CASES = {
-    "no flow": (
-        {"scheduler": DDIM},
-        "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching",
-    ),
-    "two transformers": (
-        {"transformer_2": ["diffusers", "WanTransformer3DModel"]},
-        "has a transformer_2 beside its transformer",
-    ),
-    "text encoder left empty": ({"text_encoder": [None, None]}, "has no text_encoder"),
-    "a class without a policy": (
-        {"kind": "HunyuanImagePipeline"},
-        "HunyuanImagePipeline, which has no policy here: docs/models.md .*check-model",
-    ),
-}
+CASES = [
+    ({"scheduler": DDIM}, "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow"),
+    ({"transformer_2": ["diffusers", "X"]}, "has a transformer_2 beside its transformer"),
+    ({"text_encoder": [None, None]}, "has no text_encoder"),
+    ({"kind": "HunyuanImagePipeline"}, "which has no policy here: docs/models.md .*check-model"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_trained_is_refused_before_it_is_loaded(tmp_path, case):
-    changes, message = CASES[case]
+@pytest.mark.parametrize(("changes", "message"), CASES, ids=str)
+def test_what_cannot_be_trained_is_refused_before_it_is_loaded(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         load.load_pipeline(folder_of(tmp_path, **changes))
 
 
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        FLOW,
-        {
-            "_class_name": "UniPCMultistepScheduler",
-            "prediction_type": "flow_prediction",
-            "use_flow_sigmas": True,
-        },
-        {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True},
-    ],
-)
-def test_solvers_of_flows_are_flows(tmp_path, scheduler):
-    folder = folder_of(tmp_path, scheduler=scheduler).path
-    assert list(pipeline_files.faults_of_files(folder)) == []
-
-
-def test_an_option_that_a_model_lacks_is_refused(tmp_path):
-    own = folder_of(tmp_path).model_copy(update={"num_frames": 5})
+def test_a_solver_of_flows_is_sound_and_an_option_that_a_model_lacks_is_refused(tmp_path):
+    solver = {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True}
+    options = folder_of(tmp_path, scheduler=solver)
+    assert list(pipeline_files.faults_of_files(options.path)) == []
     with pytest.raises(UserError, match="policy.num_frames: a QwenImagePipeline has no such opt"):
-        load.load_pipeline(own)
+        load.load_pipeline(options.model_copy(update={"num_frames": 5}))
 
 
-@pytest.mark.parametrize(
-    ("name", "index", "cautioned"),
-    [
-        ("black-forest-labs/FLUX.1-schnell", {}, True),
-        ("black-forest-labs/FLUX.2-klein-base-4B", {}, False),
-        ("klein", {"is_distilled": False}, False),
-        ("mine", {"is_distilled": True}, True),
-    ],
-)
-def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    said = pipeline_files.caution(name, str(tmp_path))
-    assert (said is not None) == cautioned
-    assert said is None or (name in said and "base model" in said)
+DISTILLED = [
+    ("black-forest-labs/FLUX.1-schnell", {}, True),
+    ("black-forest-labs/FLUX.2-klein-base-4B", {}, False),
+    ("klein", {"is_distilled": False}, False),
+    ("mine", {"is_distilled": True}, True),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "images", "message"),
-    [
-        (
-            "FluxKontextPipeline",
-            [],
-            "prompt 'make it red': has 0 input pictures, but this model takes one input picture",
-        ),
-        ("QwenImageEditPlusPipeline", ["a.png"] * 4, "takes one to 3 input pictures"),
-        ("QwenImagePipeline", ["a.png"], "takes no input picture"),
-    ],
-)
+def test_distilled_models_get_one_caution(tmp_path):
+    for name, index, cautioned in DISTILLED:
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        said = pipeline_files.caution(name, str(tmp_path))
+        assert (said is not None) == cautioned
+        assert said is None or (name in said and "base model" in said)
+
+
+TAKES = [
+    (
+        "FluxKontextPipeline",
+        0,
+        "prompt 'make it red': has 0 input pictures, .*takes one input pict",
+    ),
+    ("QwenImageEditPlusPipeline", 4, "takes one to 3 input pictures"),
+    ("QwenImagePipeline", 1, "takes no input picture"),
+]
+
+
+@pytest.mark.parametrize(("kind", "images", "message"), TAKES)
 def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kind, images, message):
     config = load_config("scenes", [])
     config = config.model_copy(update={"policy": folder_of(tmp_path, kind)})
-    found = find(config, Given(prompts=[Prompt("make it red", images)], heldout=[]))
+    found = find(config, Given(prompts=[Prompt("make it red", ["a.png"] * images)], heldout=[]))
     with pytest.raises(UserError, match=message):
         refuse_all([checks._input_pictures], found)
 
@@ -159,45 +130,36 @@ def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(
     assert time.process_time() - began < 60  # seconds; without bounds some take hours
 
 
-def without_weights(part):
-    for file in part.glob("*.safetensors"):
-        file.unlink()
+def as_pointer(file):
+    """As git-lfs leaves files where it is not installed."""
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
 def renamed(ending):
-    def change(part):
-        for file in part.glob("*.safetensors"):
-            file.rename(file.with_suffix(ending))
-
-    return change
+    return lambda file: file.rename(file.with_suffix(ending))
 
 
-def as_pointer(part):
-    """As git-lfs leaves its files where it is not installed."""
-    for file in part.glob("*.*"):
-        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+ABSENT = [
+    ("text_encoder", Path.unlink, "has no weights"),
+    ("transformer", Path.unlink, "has no weights"),
+    (
+        "transformer",
+        renamed(".fp16.safetensors"),
+        r"has the variant fp16 alone \(.*fp16.safetensors\); .*variant='fp16'\).save_pretrained",
+    ),
+    ("transformer", renamed(".bin"), "has no weights .* but .*bin"),
+    ("transformer", as_pointer, "is a pointer of git-lfs"),
+]
 
 
-ABSENT = {
-    without_weights: "has no weights",
-    renamed(
-        ".fp16.safetensors"
-    ): r"has the variant fp16 alone \(.*fp16.safetensors\); .*variant='fp16'\).save_pretrained",
-    renamed(".bin"): "has no weights .* but .*bin",
-    as_pointer: "is a pointer of git-lfs",
-}
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [("text_encoder", without_weights), *(("transformer", change) for change in ABSENT)],
-)
+@pytest.mark.parametrize(("part", "change", "message"), ABSENT)
 def test_weights_that_are_not_loaded_are_named_with_the_cure(
-    flux_directory, tmp_path, part, change
+    flux_directory, tmp_path, part, change, message
 ):
     folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
-    change(folder / part)
-    with pytest.raises(UserError, match=rf"(?s){part}/.*{ABSENT[change]}"):
+    for file in (folder / part).glob("*.safetensors"):
+        change(file)
+    with pytest.raises(UserError, match=rf"(?s){part}/.*{message}"):
         load.load_pipeline(PolicyConfig(path=str(folder), height=32, width=32))
 
 

@@ -56,42 +56,25 @@ def test_what_is_said_to_be_left_out_changes_nothing(kind, tmp_path):
 LONG = "a red circle left of a blue square left of two blue square left of a circle"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"max_sequence_length": 12},
-            [
-                "1 of 2 prompts is longer than text_encoder reads (11 tokens)",
-                "1 of 2 prompts is longer than text_encoder_2 reads (11 tokens): of 'a red circle left of a",
-                "it leaves out 'blue square left of a circle'",
-            ],
-        ),
-        (
-            {"max_sequence_length": 24},
-            ["is longer than text_encoder reads (11 tokens, text_encoder_2 23)"],
-        ),
-    ],
-)
-def test_how_many_are_too_long_and_one_of_them(flux_directory, options, words):
-    config = PolicyConfig(path=str(flux_directory), height=32, width=32, **options)
-    text, said = load.load_pipeline(config, tuning="frozen").text, []
-    warn_of_long(text, ["a circle", LONG, LONG], said.append)
-    assert all(any(part in line for line in said) for part in words), said
-    assert len(said) == (2 if options["max_sequence_length"] == 12 else 1)
-    said.clear()
-    warn_of_long(text, ["a circle"], said.append)
-    assert said == []
-
-
-def test_negative_prompts_are_among_them(sd3_directory):
-    config = PolicyConfig(
-        path=str(sd3_directory), height=32, width=32, max_sequence_length=24, guidance_scale=4.0,
-        negative_prompt=LONG * 2,
-    )  # fmt: skip
+def told(directory, prompts, **options):
+    config = PolicyConfig(path=str(directory), height=32, width=32, **options)
     said = []
-    warn_of_long(load.load_pipeline(config, tuning="frozen").text, ["a"], said.append)
-    assert any("1 of 2 prompts is longer than text_encoder_3 reads" in line for line in said)
+    warn_of_long(load.load_pipeline(config, tuning="frozen").text, prompts, said.append)
+    return said
+
+
+def test_how_many_are_too_long_and_one_of_them(flux_directory, sd3_directory):
+    """The negative prompt is among them."""
+    first, second = told(flux_directory, ["a circle", LONG, LONG], max_sequence_length=12)
+    assert first.startswith("1 of 2 prompts is longer than text_encoder reads (11 tokens)")
+    assert "text_encoder_2 reads (11 tokens): of 'a red circle left of a" in second
+    assert "it leaves out 'blue square left of a circle'" in second
+    (one,) = told(flux_directory, ["a circle", LONG], max_sequence_length=24)
+    assert "is longer than text_encoder reads (11 tokens, text_encoder_2 23)" in one
+    assert told(flux_directory, ["a circle"], max_sequence_length=12) == []
+    guided = {"max_sequence_length": 24, "guidance_scale": 4.0, "negative_prompt": LONG * 2}
+    of_t5 = "1 of 2 prompts is longer than text_encoder_3 reads"
+    assert any(of_t5 in line for line in told(sd3_directory, ["a"], **guided))
 
 
 def test_every_command_tells_of_them_also_with_stored_embeddings(tiny_config, tmp_path, says):
@@ -109,17 +92,17 @@ def test_every_command_tells_of_them_also_with_stored_embeddings(tiny_config, tm
         assert "1 of 2 prompts is longer than text_encoder" in " ".join(out.split()), command
 
 
-@pytest.mark.parametrize(
-    ("path", "prompts", "told"),
-    [
-        ("words", ["'tiger' in red", "fabric", "a cat", ""], "2 of 3 prompts are nothing that"),
-        ("testbed", ["a red circle", "'tiger' in red"], "1 of 2 prompts is nothing that the model"),
-        ("testbed", ["a red circle"], None),
-    ],
-)
-def test_prompts_that_an_embedded_model_has_not_learnt_are_told_of(path, prompts, told):
+UNKNOWN = [
+    ("words", ["'tiger' in red", "fabric", "a cat", ""], "2 of 3 prompts are nothing that"),
+    ("testbed", ["a red circle", "'tiger' in red"], "1 of 2 prompts is nothing that the model"),
+    ("testbed", ["a red circle"], ""),
+]
+
+
+def test_prompts_that_an_embedded_model_has_not_learnt_are_told_of():
     """It draws blobs for them."""
-    said = []
-    loaded = load.load_pipeline(PolicyConfig(path=path, height=64, width=64), tuning="frozen")
-    loaded.warn_of(prompts, said.append)
-    assert said == [] if told is None else said[0].startswith(told) and "it knows " in said[0]
+    for path, prompts, message in UNKNOWN:
+        config, said = PolicyConfig(path=path, height=64, width=64), []
+        load.load_pipeline(config, tuning="frozen").warn_of(prompts, said.append)
+        assert len(said) == bool(message)
+        assert all(line.startswith(message) and "it knows " in line for line in said)
