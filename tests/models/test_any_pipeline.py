@@ -191,7 +191,8 @@ def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(trun
 @pytest.mark.parametrize("kind", A_FEW)
 @torch.no_grad()
 def test_velocities_without_guidance_are_those_of_a_policy_without_it(kind, prompts):
-    """As an own algorithm may take them. A scale that is an input of the network stays."""
+    """As an own algorithm may take them. A scale that is an input of the network stays. Rows are
+    independent."""
     policy = load(kind)
     sigmas = (0.7,) if policy.spec.one_row else (0.7, 0.7)
     x, sigma, cond = question(policy, *sigmas, prompts=prompts)
@@ -203,29 +204,20 @@ def test_velocities_without_guidance_are_those_of_a_policy_without_it(kind, prom
     torch.testing.assert_close(without, expected, **moving(plain, expected))
     assert torch.equal(without, guided) is not policy.guided
     assert torch.equal(policy.velocity(x, sigma, cond), guided)
-
-
-@pytest.mark.parametrize(("kind", "guided"), GUIDED_AND_NOT)
-@torch.no_grad()
-def test_rows_are_independent_and_counted(kind, guided, prompts):
-    policy = load(kind, guided)
-    seen = []
-    policy.tuning.active.register_forward_hook(lambda module, args, out: seen.append(len(out[0])))
-    x, sigma, cond = question(policy, 0.8, 0.3, prompts=prompts)
-    together = policy.velocity(x, sigma, cond)
-    assert sum(seen) == 2 * policy.shapes(12).rows
-    alone = torch.cat(
-        [policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(2)]
-    )
-    torch.testing.assert_close(together, alone, **moving(policy, alone))
+    alone = torch.cat([policy.velocity(x[[i]], sigma[[i]], cond.rows([i])) for i in range(len(x))])
+    torch.testing.assert_close(guided, alone, **moving(policy, alone))
 
 
 @pytest.mark.parametrize("kind", A_FEW)
 @torch.no_grad()
 def test_shapes_are_those_of_what_there_is(kind, prompts):
-    policy = load(kind)
-    x, _, cond = question(policy, 0.8, 0.3, prompts=prompts)
+    """And each row of the network is counted."""
+    policy, seen = load(kind), []
+    policy.tuning.active.register_forward_hook(lambda module, args, out: seen.append(len(out[0])))
+    x, sigma, cond = question(policy, 0.8, 0.3, prompts=prompts)
     shapes = policy.shapes(12)
+    policy.velocity(x, sigma, cond)
+    assert sum(seen) == 2 * shapes.rows
     assert tuple(x.shape[1:]) == shapes.latent
     assert {*cond.tensors, *cond.ragged} == {*shapes.cond}
     assert all(tuple(value.shape[1:]) == shapes.cond[name] for name, value in cond.tensors.items())
@@ -278,7 +270,7 @@ def test_every_class_passes_check_model(kind, dtype, tuning, tmp_path):
     assert all(check.passed for check in found.values()), found
     if dtype == "float32":
         errors = {name: found[name].error for name in ("pictures", "velocity", "noise")}
-        policy = load(kind)
+        policy = policy_of(pipeline_of(kind))
         assert errors["pictures"] <= drawing(policy)["atol"] and errors["noise"] == 0
         assert errors["velocity"] <= network(guided_by(policy))["atol"]  # of the largest
 

@@ -30,7 +30,10 @@ from tests.support.variants import few
 
 TEXTS = ["a red circle", "two blue square left of a circle", "a square"]
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
-ROW = Cond({"a": torch.arange(6.0).reshape(1, 6), "b": torch.ones(1, 2, 3, dtype=torch.bfloat16)})
+ROW = Cond(
+    {"a": torch.arange(6.0).reshape(1, 6), "b": torch.ones(1, 2, 3, dtype=torch.bfloat16)},
+    {"of any length": (torch.arange(12.0).reshape(4, 3),)},
+)
 
 
 def complain(message):
@@ -65,9 +68,11 @@ def gaussian(store, notify=complain):
 
 
 def equal(a, b):
-    return a.tensors.keys() == b.tensors.keys() and all(
-        torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors
+    """Equal to the bit."""
+    one, other = (
+        each.tensors | {name: rows[0] for name, rows in each.ragged.items()} for each in (a, b)
     )
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture
@@ -333,21 +338,3 @@ def test_encode_fills_the_cache_and_training_then_encodes_nothing(
         ("prompts.train=missing.txt", "missing.txt"),
     ):
         assert fact in refused(capsys, "encode", tiny_config, wrong)
-
-
-def test_text_of_any_length_is_kept_row_by_row(tmp_path):
-    """Ragged conditioning: stored, joined, picked, padded."""
-    rows = [
-        Cond({"pooled": torch.full((1, 2), n)}, {"sequence": (torch.full((int(n), 3), n),)})
-        for n in (2.0, 4.0)
-    ]
-    store = EmbeddingStore(tmp_path, {"of": "test"}, reserve=0)
-    for prompt, row in zip("ab", rows, strict=True):
-        store.write(prompt, row)
-    both = Cond.join([store.read(prompt) for prompt in "ab"])
-    assert [tuple(value.shape) for value in both.ragged["sequence"]] == [(2, 3), (4, 3)]
-    picked = both.rows([1, 0, 1])
-    assert picked.tensors["pooled"][:, 0].tolist() == [4, 2, 4]
-    padded, mask = picked.padded("sequence")
-    assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
-    assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))

@@ -93,21 +93,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(flux_directory, tmp_pa
 def test_commands_take_a_file(capsys, flux_directory, tmp_path):
     trained(flux_directory, "full", tmp_path / "transformer")
     file = tmp_path / "transformer" / WHOLE
-    model, few_steps = ["--model", flux_directory, "--size", 32], ["--steps", 2]
+    words = ["sample", "--model", flux_directory, "--size", 32, "a red circle", "--steps", 2]
     drawn = []
     for weights in (file, file.parent):
-        out = tmp_path / f"drawn{len(drawn)}"
-        own = ["--weights", weights, "--out", out]
-        done(capsys, "sample", *model, "a red circle", *few_steps, *own)
+        done(
+            capsys, *words, "--weights", weights, "--out", out := tmp_path / f"{weights.name}-drawn"
+        )
         drawn.append((out / "0000.png").read_bytes())
     assert drawn[0] == drawn[1]
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle\n")
-    judged = ["--prompts", prompts, "--rewards", "brightness", "--out", tmp_path / "judged"]
-    judged = ["evaluate", *model, *judged, *few_steps, "--weights", file]
-    assert "tuned" in done(capsys, *judged)
-    file.write_bytes((flux_directory / "transformer" / WHOLE).read_bytes())
-    assert "other settings" in refused(capsys, *judged)  # another file of this name
-    neither = ["--weights", prompts, "--out", tmp_path / "none"]
-    said = refused(capsys, "sample", *model, "x", *neither)
+    said = refused(
+        capsys, *words, "--weights", tmp_path / "prompts.txt", "--out", tmp_path / "none"
+    )
     assert "is no folder and no .safetensors file" in said

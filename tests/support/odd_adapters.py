@@ -44,6 +44,7 @@ VALUES = (
 )
 KEYS = "r lora_alpha use_rslora init_lora_weights rank_pattern bias peft_type new task_type"
 SETTINGS = st.dictionaries(st.sampled_from([*KEYS.split(), ""]), VALUES, max_size=3)
+TAILS = st.sampled_from([".x", "999999", ".lora_A.weight", ".alpha", "\u2028", "." * 50])
 NOTES = "0 3 nan -1 1e300 {} [] { null 0.5"
 TEXTS = st.dictionaries(
     st.sampled_from(
@@ -58,37 +59,33 @@ TEXTS = st.dictionaries(
 def odd(draw, folder, adapter):
     """Writes an adapter with a few things changed; returns the file, beside which a config of peft
     may be."""
+
+    def rarely(most=9):
+        return draw(st.integers(0, most)) == 0
+
     file = folder / "odd.safetensors"
-    prefix, ends, mixed = draw(PREFIXES), draw(ENDS), draw(st.integers(0, 9)) == 0
+    prefix, ends, mixed = draw(PREFIXES), draw(ENDS), rarely()
     tensors = {}
     for module, pair in adapter.layers.items():
-        name = (
-            module.replace(".", "_")
-            if draw(st.integers(0, 30)) == 0 or prefix.endswith("_")
-            else module
-        )
+        name = module.replace(".", "_") if rarely(30) or prefix.endswith("_") else module
         for end, value in zip(draw(ENDS) if mixed else ends, pair, strict=True):
             tensors[f"{prefix}{name}{end}"] = value
-        if draw(st.integers(0, 9)) == 0:
+        if rarely():
             tensors[f"{prefix}{name}.alpha"] = torch.tensor(draw(NUMBERS)).to(draw(DTYPES))
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from(sorted(tensors)))
         how = draw(st.sampled_from(["drop", "number", "dtype", "shape", "rename", "copy"]))
-        value = tensors.pop(name)
-        if how == "number":
-            value = value.clone().to(torch.float32).fill_(draw(NUMBERS))
+        value = tensors[name]
+        if how in ("drop", "rename"):
+            del tensors[name]
+        if how in ("rename", "copy"):
+            tensors[name + draw(TAILS)] = value
+        elif how == "number":
+            tensors[name] = torch.full(value.shape, draw(NUMBERS))
         elif how == "dtype":
-            value = value.to(draw(DTYPES))
+            tensors[name] = value.to(draw(DTYPES))
         elif how == "shape":
-            value = torch.ones(draw(SHAPES))
-        elif how in ("rename", "copy"):
-            if how == "copy":
-                tensors[name] = value
-            name += draw(
-                st.sampled_from([".x", "999999", ".lora_A.weight", ".alpha", "\u2028", "." * 50])
-            )
-        if how != "drop":
-            tensors[name] = value
+            tensors[name] = torch.ones(draw(SHAPES))
     save_file(
         {name: value.clone().contiguous() for name, value in tensors.items()}, file, draw(TEXTS)
     )
