@@ -20,13 +20,6 @@ def test_every_part_of_a_key_counts_and_so_does_its_kind():
     assert len({float(torch.randn((), generator=generator_for(*key))) for key in keys}) == len(keys)
 
 
-def test_draws_are_functions_of_their_key():
-    one, other = (torch.randn(3, generator=generator_for(7, "picture", 0)) for _ in range(2))
-    assert torch.equal(one, other)
-    window = [draw_below(1000, 7, "window", iteration) for iteration in (0, 0, 1)]
-    assert window[0] == window[1] != window[2]
-
-
 def test_every_number_below_is_as_likely_as_any_other():
     """1400 draws of 7: a count has mean 200 and standard deviation 13.1; six of them are
     allowed."""

@@ -485,21 +485,14 @@ def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(run):
     assert [start.iteration for start in read_runs([run])[0].starts] == [0, 3]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda base, run: base.write_bytes(base.read_bytes()[:50]),
-        lambda base, run: base.unlink(),
-        lambda base, run: shutil.copy(newest(run) / "weights.safetensors", base),
-    ],
-    ids=["cut", "gone", "other"],
-)
-def test_a_damaged_base_evaluation_is_named(run, damage):
-    damage(run / "baseline.safetensors", run)
-    again = resumed(run)
-    named = r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"
-    with pytest.raises(UserError, match=named):
-        again.finish()
+def test_a_damaged_base_evaluation_is_named(run):
+    """Cut off, and then gone; what a whole file may hold is in tests of input."""
+    base, again = run / "baseline.safetensors", resumed(run)
+    base.write_bytes(base.read_bytes()[:50])
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"baseline\.safetensors: cannot be read"):
+            again.finish()
+        base.unlink(missing_ok=True)
 
 
 def test_nothing_in_a_card_ends_its_code_block():
