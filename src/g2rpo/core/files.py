@@ -66,11 +66,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def is_empty(folder: Path) -> bool:
     """Whether a folder is absent, or holds only a lock and unfinished files of a killed process."""
-    return not folder.exists() or (folder.is_dir() and not any(map(_counts, folder.iterdir())))
-
-
-def _counts(path: Path) -> bool:
-    return path.name != LOCK and not path.name.startswith(UNFINISHED)
+    if not folder.is_dir():
+        return not folder.exists()
+    return all(path.name == LOCK or path.name.startswith(UNFINISHED) for path in folder.iterdir())
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -176,18 +174,12 @@ def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
     writes it in a random order."""
     with path.open("rb") as file, whole_file(path) as unfinished, unfinished.open("wb") as copy:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        text = {**header.get("__metadata__", {}), **entries}
-        content = json.dumps(
-            {"__metadata__": dict(sorted(text.items())), **_tensor_entries(header)},
-            separators=(",", ":"),
-        ).encode()
+        text = sorted({**header.pop("__metadata__", {}), **entries}.items())
+        whole_header = {"__metadata__": dict(text), **header}
+        content = json.dumps(whole_header, separators=(",", ":")).encode()
         content += b" " * (-len(content) % 8)  # the tensors begin at a multiple of 8
         copy.write(len(content).to_bytes(8, "little") + content)
         shutil.copyfileobj(file, copy)
-
-
-def _tensor_entries(header: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def is_other(path: Path) -> bool:

@@ -236,13 +236,10 @@ def interval(
     every = np.atleast_2d(np.asarray(values, dtype=np.float64))
     valid = ~np.isnan(every)
     count = int(valid.sum())
-    mean = float(every[valid].mean()) if count else float("nan")
+    mean = float(every[valid].mean()) if count else math.nan
     if len(every) == 1 or count < 2:
-        half = (
-            half_width(float(every[valid].std(ddof=1) / np.sqrt(count)), count, level)
-            if count > 1
-            else float("nan")
-        )
+        error = float(every[valid].std(ddof=1) / np.sqrt(count)) if count > 1 else math.nan
+        half = half_width(error, count, level)
         return Interval(mean, mean - half, mean + half, count)
     random = np.random.default_rng(seed)
     seeds, prompts = (

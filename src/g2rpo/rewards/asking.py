@@ -43,6 +43,10 @@ class Token(BaseModel):
     token: str = ""
     top_logprobs: list[Likely] = []
 
+    @property
+    def likely(self) -> list[tuple[str, float]]:
+        return [(each.token, math.exp(each.logprob)) for each in self.top_logprobs]
+
 
 class LogProbs(BaseModel):
     content: list[Token] | None = None
@@ -76,12 +80,8 @@ class Completion(BaseModel):
     def said(self) -> Said:
         choice = self.choices[0]
         listed = None if choice.logprobs is None else choice.logprobs.content
-        tokens = None if listed is None else [(token.token, _likely(token)) for token in listed]
+        tokens = None if listed is None else [(each.token, each.likely) for each in listed]
         return Said(choice.message.content, (choice.finish_reason or "").lower() or None, tokens)
-
-
-def _likely(token: Token) -> list[tuple[str, float]]:
-    return [(each.token, math.exp(each.logprob)) for each in token.top_logprobs]
 
 
 class ServedModel:

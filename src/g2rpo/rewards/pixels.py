@@ -245,7 +245,5 @@ def normalise(
 ) -> Tensor:
     """uint8, or float in [0, 1], [B, 3, H, W] -> (x - mean) / std per channel, float32."""
     x = images.float() / 255 if images.dtype == torch.uint8 else images
-    shape = (1, 3, 1, 1)
-    return (x - torch.tensor(mean, device=x.device).view(shape)) / torch.tensor(
-        std, device=x.device
-    ).view(shape)
+    low, scale = (torch.tensor(each, device=x.device).view(1, 3, 1, 1) for each in (mean, std))
+    return (x - low) / scale
