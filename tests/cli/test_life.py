@@ -2,6 +2,7 @@
 
 import io
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,7 +22,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(life, "FIRST_SILENCE", 0.5)  # the suite has none
-        monkeypatch.setattr(life.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(life, "time", SimpleNamespace(monotonic=lambda: self.now))
         LIFE.go_on()
 
     def passes(self, seconds):
