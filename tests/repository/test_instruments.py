@@ -32,6 +32,7 @@ def test_explained_is_the_intraclass_correlation(share):
     assert math.isnan(explained(np.ones((2, 3, 3))).mean)
 
 
+@pytest.mark.slow  # 15 seconds each
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_correlations_and_cosines_are_those_of_rewards_that_are_linear_in_the_noise(share):
     """200 prompts of 60 scores in 5 dimensions; a share of the reward's variance is linear in the

@@ -287,6 +287,11 @@ def test_every_algorithm_with_stochastic_steps_has_a_group_of_the_plans_of_its_s
     assert html.count("<li") == 3 + 8 * shared and ("No anchor" in html) != shared
 
 
+@pytest.fixture(scope="module")
+def group(testbed):
+    return trace_group(testbed, "two blue squares", seed=1)
+
+
 @pytest.mark.parametrize(
     ("scores", "marks"),
     [
@@ -296,8 +301,7 @@ def test_every_algorithm_with_stochastic_steps_has_a_group_of_the_plans_of_its_s
     ],
     ids=["all differ", "ties", "silent"],
 )
-def test_members_are_ranked_and_the_ends_are_marked(testbed, scores, marks):
-    group = trace_group(testbed, "two blue squares", seed=1)
+def test_members_are_ranked_and_the_ends_are_marked(testbed, group, scores, marks):
     rewards = torch.tensor(scores).expand_as(group.rewards)
     advantages = testbed.config.algorithm.advantages(rewards[None], testbed.weights)[0]
     html = trace_html(replace(group, rewards=rewards, advantages=advantages))
