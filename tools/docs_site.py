@@ -22,17 +22,12 @@ REPOSITORY = "https://github.com/g2rpo/g2rpo"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 API = {
     "The package from Python": ["api"],
-    "Protocols and data": [
-        "core.types",
-        "core.data",
-        "core.plans",
-        "core.normal",
-    ],
+    "Protocols and data": ["core.types", "core.data", "core.plans", "core.noise"],
     "Formulas": ["core.flow", "core.objectives", "core.statistics"],
     "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "core.contracts"],
     "Rollouts": ["rollout.engine", "rollout.tails", "rollout.scoring"],
     "Training": ["train.trainer", "train.updater", "train.run.checkpoint"],
-    "Extensions and errors": ["core.plugins", "core.errors", "core.seeding"],
+    "Extensions and errors": ["core.plugins", "core.errors"],
 }
 """Pages of the API reference, each with its modules."""
 

@@ -3,6 +3,7 @@ has."""
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,10 @@ def test_links_lead_to_the_sites_pages_or_to_the_repository(words, moved):
     link, source, page = words.split()
     moved = moved.replace("REPOSITORY", docs_site.REPOSITORY)
     assert docs_site.moved_links(f"[a]({link})", source, page) == f"[a]({moved})"
+
+
+def test_modules_of_the_reference_exist():
+    """Building the site finds a lost one too, but is slow."""
+    for modules in docs_site.API.values():
+        for module in modules:
+            assert find_spec(f"g2rpo.{module}"), module
