@@ -18,7 +18,7 @@ SETTING = (
     # so that the second iteration has another window, and an ODE step before it
     "algorithm.window_iterations=1",
     "sampling.num_steps=8",
-    "optim.learning_rate=3e-4",
+    "optim.learning_rate=3e-3",
 )
 
 
