@@ -62,8 +62,9 @@ def draw(rows: list[Row], task: str, path: Path) -> None:
             own = [r for r in rows if (r["task"], r["cell"]) == (task, cell) and r["seed"] != SWEEP]
             at = [[r for r in own if r["iteration"] == i] for i in {r["iteration"]: 0 for r in own}]
             values = [marks(same, part) for same in at]
-            changes = [interval(right - values[0]) for right in values]
-            ends = [(values[0].mean() + c.low, values[0].mean() + c.high) for c in changes]
+            base = float(values[0].mean()) if own else 0.0
+            changes = [interval(right - values[0]).within(-base, 1 - base) for right in values]
+            ends = [(base + change.low, base + change.high) for change in changes]
             for unit, each in lines.items():
                 x = [float(np.mean([r[unit] for r in same])) for same in at]
                 y = [float(right.mean()) for right in values]
