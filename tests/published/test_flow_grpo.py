@@ -31,7 +31,7 @@ SETTING = (
     "trainer.prompts_per_iteration=4",
     "rewards={tilt: 1.0}",
     "evaluation.rewards={}",
-    "optim.learning_rate=2e-3",
+    "optim.learning_rate=7e-4",
 )
 
 
