@@ -62,7 +62,7 @@ class Size:
 
 
 GPU = Size((*TASKS,), (*CELLS,), (*range(73, 81),), 300, 25, 16, 2, 22, 16)
-CORE = Size(("words",), (*CELLS,)[:3], (73, 74), 60, 20, 10, 1, 6, 1)
+CORE = Size(("words",), (*CELLS,)[:3], (73, 74, 75), 60, 20, 10, 1, 6, 1)
 
 
 def write_prompts(world: str, out: Path) -> None:
