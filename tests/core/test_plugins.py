@@ -128,7 +128,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from g2rpo.algorithms.flow_grpo import GRPO, window
-from g2rpo.core.plain import STRICT
+from g2rpo.core.plain import hyper_parameters
 
 
 @hyper_parameters
