@@ -63,6 +63,12 @@ models/test_any_pipeline.py::test_check_model_finds_each_fault
 models/test_any_pipeline.py::test_every_class_passes_check_model
 models/test_own_spec.py::test_it_trains_and_what_it_saves_plain_diffusers_draws
 models/test_reading.py::test_every_command_tells_of_them_also_with_stored_embeddings
+models/test_sharding.py::test_a_rank_out_of_step
+models/test_sharding.py::test_a_rank_that_samples
+models/test_sharding.py::test_bfloat16_differs
+models/test_sharding.py::test_each_layer_is_gathered
+models/test_sharding.py::test_memory_that_runs_out
+models/test_sharding.py::test_ranks_may_sample
 repository/test_examples.py::test_flow_dpo_prefers_the_chosen_pictures_of_a_table
 repository/test_nano.py::test_two_iterations_are_the_packages_to_the_bit
 train/run/test_run_files.py::test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on

@@ -349,7 +349,7 @@ class Gathers(TorchDispatchMode):
 def counted(world, model, mode):
     """[calls without gradients, calls with, gathers, scatters] of one iteration in which ranks have
     as many rows a call."""
-    rows = ("sampling.batch_size=8", "trainer.micro_batch_size=2", ONE_EACH)
+    rows = ("sampling.batch_size=8", "trainer.micro_batch_size=1", ONE_EACH)
     t, calls = build(world, None, model, mode, *BRANCHES, *rows), Counter()
     network = t.policy.transformer
     network.register_forward_pre_hook(lambda *_: calls.update([torch.is_grad_enabled()]))
