@@ -42,6 +42,7 @@ def test_a_declaration_fits_its_constructor(name):
 BOUNDS = """
 jpeg_size -> quality -> 96
 ocr -> width -> 0
+ocr -> squeeze -> 0
 dino_similarity -> share -> 0.0
 geneval -> score -> "strict"
 vlm_judge -> image_size -> 0

@@ -79,6 +79,17 @@ def test_a_picture_is_read_once_by_rewards_that_read_alike(monkeypatch):
     share.known.clear()  # of what was not really read
 
 
+def test_a_squeezed_line_reads_the_same_words():
+    """Whose letters are large; and not what was read of the whole picture."""
+    whole, half = (OCR(detect=False, width=72, squeeze=share) for share in (1, 0.5))
+    images, prompts = pictures(*WORDS), [f"'{word}'" for word in WORDS]
+    assert half.narrowed(picture("tiger")).size == (48, 32)
+    half.known.clear()
+    assert whole(images, prompts).tolist() == half(images, prompts).tolist() == [1] * len(WORDS)
+    assert half.known is whole.known and len(half.known) == 2 * len(WORDS)
+    assert OCR.model_of({"detect": True, "squeeze": 0.5}).flops == 12e9
+
+
 def test_no_text_and_no_finite_pixel_are_no_score(line, caplog):
     images = pictures("tiger", "tiger", "tiger")
     images[2, 0, 0, 0] = torch.nan
