@@ -371,7 +371,14 @@ WRONG_IN_THE_BASE = {
         lambda v: v[:, :2],
         lambda v: v[0, 0, 0, 0],
     ],
-    "score/bright": [None, lambda v: v / 0, lambda v: v[:2], lambda v: v[None], lambda v: v.long()],
+    "score/bright": [
+        None,
+        lambda v: v / 0,
+        lambda v: v[:2],
+        lambda v: v[None],
+        lambda v: v.long(),
+        lambda v: v.double() * 1e299,
+    ],
     "right": [lambda v: v * 2 + 3],
 }
 
