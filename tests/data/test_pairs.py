@@ -155,6 +155,7 @@ LONG = [
     ([pair(f"no{i}.png") for i in range(7)], "7 of 8 pictures cannot be used: row 1: picture"),
     ([pair(f"no{i}.png") for i in range(7)], "; and 2 more"),
     ([pair(), pair("iVBOR" * 999)], "row 2: chosen: is no file name"),
+    ({"prompt": "a", "image_path": [*"pq"], "rank": [10**400, 1]}, "row 1: rank.0: int too large"),
 ]
 CASES = [(pair(**json.loads(more)), words) for more, words in rows(REFUSED)]
 CASES += [(json.loads(given), words) for given, words in rows(WITHOUT)]

@@ -76,7 +76,8 @@ def _picture_in(value: Any) -> Any:
 
 def _as_number(value: Any) -> Any:
     """A CSV file's numbers are text."""
-    return float(value) if isinstance(value, str | int) else value
+    with placed("", OverflowError, kind=ValueError):
+        return float(value) if isinstance(value, str | int) else value
 
 
 Shown = Annotated[str | bytes, BeforeValidator(_picture_in)]
