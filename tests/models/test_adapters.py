@@ -722,6 +722,7 @@ NO_ADAPTER = {
     },
     "alpha beyond float32": (IN, OUT, torch.tensor(1e300, dtype=torch.float64)),
     "alpha that overflows": (IN, OUT * 1e30, torch.tensor(1e30)),
+    "a product that overflows": (IN * 1e20, OUT * 1e20),
     "two alphas": (IN, OUT, torch.ones(2)),
 }
 
@@ -732,6 +733,11 @@ def test_what_is_no_finite_change_of_weights_is_refused_where_it_is_read(case, x
     saved(x, dict(zip(names, NO_ADAPTER[case], strict=False)))
     with pytest.raises(UserError, match=r"x.safetensors: transformer.m\."):
         read_adapter(x, FluxPipeline)
+
+
+def test_a_file_that_is_not_there_is_one_message(x):
+    with pytest.raises(UserError, match="cannot be read: .*No such file"):
+        read_adapter(x)
 
 
 def test_factors_of_every_floating_point_type_are_read_exactly(brought, x):

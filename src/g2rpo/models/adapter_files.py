@@ -80,8 +80,8 @@ def read_adapter(
     UserError for a file that is no LoRA of a transformer, for one whose scale or base is another
     than it says, and for names that do not fit.
     """
-    refuse_pointer(path)
     with loading(f"{path}: cannot be read"):
+        refuse_pointer(path)
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
         tensors = load_file(path)
