@@ -314,6 +314,13 @@ def test_digests_are_remembered_until_a_file_changes(tmp_path):
     assert FileDigests(memo).of(file) != first
 
 
+def test_encoders_that_do_not_fit_their_tokenizer_are_one_message(monkeypatch):
+    beyond = torch.nn.Embedding(2, 2)
+    monkeypatch.setattr(Parked, "encode", lambda self, prompts: beyond(torch.tensor([2])))
+    with pytest.raises(UserError, match="cannot encode 'a': IndexError: index out of range"):
+        gaussian(None).encode(["a"])
+
+
 def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written \(.*set prompts\.cache"):

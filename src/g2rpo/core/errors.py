@@ -188,7 +188,7 @@ def loading(what: str, hint: str = "") -> Iterator[None]:
     except (UserError, Stopped):
         raise
     except Exception as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or without_operator(error):
             raise
         reason = (
             str(error)

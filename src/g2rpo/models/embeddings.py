@@ -20,7 +20,7 @@ from torch import Tensor
 
 from g2rpo.core.contracts import check_embeddings
 from g2rpo.core.data import Cond
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import UserError, counted, loading, shown
 from g2rpo.core.events import Emit, Line, Progress, silent
 from g2rpo.core.files import FileDigests, cache_root, digest_of, in_bytes, local, write_whole
 from g2rpo.core.images import content_of
@@ -139,6 +139,14 @@ class Encoder(Protocol):
         ...
 
 
+def encoded(encoder: Encoder, prompt: str) -> Cond:
+    """The row of one prompt; UserError for what raises, as encoders and tokenizers do that do not
+    fit each other."""
+    with loading(f"the text encoders cannot encode {shown(str(prompt))}"):
+        row = encoder.encode([prompt])
+    return check_embeddings(row, prompt)
+
+
 class CachedEncoder:
     """Encodes each prompt once with `encoder`, and reads it from `store` afterwards.
 
@@ -195,7 +203,7 @@ class CachedEncoder:
         if prompt in self._kept:
             return self._kept[prompt]
         self.encoded += 1
-        row = check_embeddings(self.encoder.encode([prompt]), prompt)
+        row = encoded(self.encoder, prompt)
         if row.nbytes <= self._room:
             self._kept[prompt] = row
             self._room -= row.nbytes
@@ -246,10 +254,7 @@ class EncodedPrompts:
     then leave the device."""
 
     def __init__(self, encoder: Encoder, prompts: Iterable[str]) -> None:
-        self._rows = {
-            prompt: check_embeddings(encoder.encode([prompt]), prompt)
-            for prompt in dict.fromkeys(prompts)
-        }
+        self._rows = {prompt: encoded(encoder, prompt) for prompt in dict.fromkeys(prompts)}
         encoder.park()
 
     def encode(self, prompts: Sequence[str]) -> Cond:
