@@ -208,6 +208,10 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         for liked, of, said in refused:
             with pytest.raises(UserError, match=said):
                 s.answer(liked, **of)
+        sound = {"act": "answer", "round": 0, "digest": "", "liked": [0]}
+        for wrong in ({"act": "like"}, {"round": None}, {"digest": 0}, {"liked": [{}]}):
+            with pytest.raises(UserError, match=f"a page sent no answer: {next(iter(wrong))}"):
+                s.hear(sound | wrong)
         assert rounds.read_votes(tmp_path / "votes.jsonl") == []
         t = s.trainer
         first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, rounds.MOST_PROMPTS)

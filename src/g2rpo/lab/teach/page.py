@@ -74,10 +74,7 @@ def teach_view(session: Session, stop: Callable[[], None], tab: gr.Tab) -> None:
     def told(event: gr.EventData) -> Any:
         """After an answer; another tab may have gone on."""
         try:
-            if event.act == "undo":
-                session.undo()
-            else:
-                session.answer(event.liked, round=event.round, digest=event.digest)
+            session.hear(event._data)
         except (RewardFailed, UserError) as error:
             gr.Warning(escape(str(error)))
         return everything()

@@ -87,6 +87,17 @@ class AskedGroups:
         return [images[0].nan_to_num(0, 0, 0) for images in t.pictures(groups)]
 
 
+class Click(BaseModel):
+    """What the page sends: an answer to a group (`Session.answer`), or the taking back of the last."""
+
+    model_config = ConfigDict(frozen=True)
+
+    act: Literal["answer", "undo"]
+    round: Place
+    digest: str
+    liked: list[Place]
+
+
 class Vote(BaseModel):
     """One answer: the `liked` members of the group of a `round`, none if there is nothing to choose;
     or the taking back of the last answer (`undo`). `digest` is that of the group (`digest_of_group`)."""

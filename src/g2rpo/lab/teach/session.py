@@ -27,12 +27,12 @@ from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.devices import same_device
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import append_line
 from g2rpo.core.plain import checked_as
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.lab.teach import rounds
-from g2rpo.lab.teach.rounds import AskedGroup, AskedGroups, Vote
+from g2rpo.lab.teach.rounds import AskedGroup, AskedGroups, Click, Vote
 from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.evaluation.heldout import Evaluation, compare_right, save_pictures
@@ -168,6 +168,14 @@ class Session:
     def learning(self) -> bool:
         """Whether answers wait to be acted on."""
         return not all(map(Future.done, tuple(self._pending)))  # another thread may take some out
+
+    def hear(self, sent: Any) -> Vote:
+        """`answer` or `undo`, as a page sent it; UserError for what is no `Click`."""
+        with placed("a page sent no answer: "):
+            click = checked_as(Click, sent)
+        if click.act == "undo":
+            return self.undo()
+        return self.answer(click.liked, round=click.round, digest=click.digest)
 
     def answer(self, liked: Sequence[int] = (), *, round: int, digest: str = "") -> Vote:
         """The answer to the group of `round`, from which the model learns; `digest` is that of the
