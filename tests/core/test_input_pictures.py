@@ -106,6 +106,8 @@ def damaged(path, how):
     """An unusable picture at `path`."""
     if how == "text":
         path.write_text("no picture")
+    elif how == "loop":
+        path.symlink_to(path)
     elif how == "gif":
         Image.new("RGB", (2, 2)).save(path, "GIF")
     elif how == "truncated":
@@ -123,6 +125,7 @@ def damaged(path, how):
     ("how", "message"),
     rows("""
 absent -> there is no such file
+loop -> there is no such file
 gif -> cannot be read as PNG, JPEG, WEBP
 truncated -> cannot be read as PNG, JPEG, WEBP .*truncated
 large -> has more than 80 pixels

@@ -38,7 +38,8 @@ from g2rpo.models.pipeline_files import missing_parts
 from g2rpo.rewards.analytic import load_function
 from g2rpo.rewards.weights import read_state_dict
 from g2rpo.train.checks import check
-from g2rpo.train.evaluation.heldout import load_evaluation
+from g2rpo.train.evaluation.heldout import load_evaluation, read_picture
+from g2rpo.train.monitor.pictures import read_webp
 from g2rpo.train.run.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.train.run.folder import Run
 from g2rpo.train.run.records import PlannedAndMeasured, read_log
@@ -286,6 +287,8 @@ OPENED = {
     "baseline.safetensors": lambda path: load_evaluation(path, ["a"], ["bright"]),
     "code.py": lambda path: [plugins.allow(str(path)), load_function(f"{path}:it")],
     "metrics.jsonl": read_log,
+    "000000.png": read_picture,
+    "clip.webp": read_webp,
     **{
         f"iteration_000001/{name}": lambda path: latest_checkpoint(path.parents[1])
         for name in ("weights.safetensors", "state.pt", "manifest.json")
@@ -317,6 +320,26 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, name):
     with within(20), pytest.raises(Exception, match=said) as refused:
         OPENED[name](path)
     assert isinstance(refused.value, UserError | ValueError)
+
+
+LOOPS = """
+report loop
+train words --run-dir loop
+train words --plugin loop.py algorithm.name=loop.py:Mine
+"""
+
+
+@pytest.mark.parametrize("words", LOOPS.strip().splitlines())
+def test_a_link_to_itself_is_one_message(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    for name in ("loop", "loop.py"):
+        Path(name).symlink_to(name)
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
+        main(words.split())
+    assert end.value.code == 2 and "g2rpo: " in err.getvalue()
 
 
 def test_a_config_of_half_a_megabyte_is_refused_unread(tmp_path):

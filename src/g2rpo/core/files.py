@@ -231,6 +231,11 @@ def local(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def real(path: Path) -> Path:
+    """`path` without links; `Path.resolve` raises for one that leads to itself."""
+    return Path(os.path.realpath(path))
+
+
 def cache_root() -> Path:
     """$G2RPO_CACHE, or g2rpo in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
     own = os.environ.get("G2RPO_CACHE")
@@ -261,15 +266,15 @@ class FileDigests:
 
     def of(self, path: Path) -> str:
         """The digest of one file."""
-        real = refuse_other(path).resolve()
-        stat = real.stat()
+        place = real(refuse_other(path))
+        stat = place.stat()
         state = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-        known = self._known.get(str(real))
+        known = self._known.get(str(place))
         if known is not None and known[:-1] == state:
             return known[-1]
-        with real.open("rb") as file:
+        with place.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._known[str(real)] = (*state, digest)
+        self._known[str(place)] = (*state, digest)
         if self.memo is not None:
             write_whole(self.memo, json.dumps(self._known).encode())
         return digest

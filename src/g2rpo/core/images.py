@@ -17,7 +17,7 @@ from torch import Tensor
 
 from g2rpo.core.data import Prompt, plain_prompt
 from g2rpo.core.errors import UserError, refuse
-from g2rpo.core.files import FileDigests, cache_root, digest_of, local
+from g2rpo.core.files import FileDigests, cache_root, digest_of, local, real
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -129,12 +129,12 @@ def faults_of_pictures(named: Mapping[str, str], what: str = "picture") -> list[
 def _state_of(path: str) -> str:
     """What changes when a file is written, and the limits of pictures; "" for no file."""
     try:
-        real = local(path).resolve()
-        stat = real.stat()
+        file = real(local(path))
+        stat = file.stat()
     except OSError:
         return ""
     state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-    return digest_of([str(real), *state, PICTURE_FORMATS, MAX_PIXELS])[:32]
+    return digest_of([str(file), *state, PICTURE_FORMATS, MAX_PIXELS])[:32]
 
 
 def content_of(prompt: str, digests: FileDigests) -> list[str]:

@@ -39,7 +39,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from g2rpo.core.errors import UserError, did_you_mean, where
-from g2rpo.core.files import is_other, local, refuse_other, write_whole
+from g2rpo.core.files import is_other, local, real, refuse_other, write_whole
 from g2rpo.core.plain import read_as
 
 _CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
@@ -182,7 +182,7 @@ def load(name: str) -> Any:
 
 def _key(source: str) -> str:
     """A normal form of the ways to name a file."""
-    return str(local(source).resolve()) if source.endswith(".py") else source
+    return str(real(local(source))) if source.endswith(".py") else source
 
 
 def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
@@ -221,7 +221,7 @@ def _import(source: str, name: str) -> ModuleType:
 def load_file(file: Path) -> ModuleType:
     """The module in a Python file, run once per path. Raises FileNotFoundError, and what the file
     raises."""
-    file = file.resolve()
+    file = real(file)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     module_name = f"g2rpo_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"

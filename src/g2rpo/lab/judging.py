@@ -308,9 +308,9 @@ class Judging(Evaluator):
         for side in self.sides:
             rows = [row for row in self.rows(side=side, steps=steps) if row["index"] in shown]
             files = [self.files.path / row["picture"] for row in rows]
+            images = torch.stack([_read_painted(file) for file in files])
             if (first := clip_of(files[0])).is_file():
                 seconds = read_clip(first)[1]
-            images = torch.stack([_read_painted(file) for file in files])
             prompts = tuple(self.prompts[place] for place in shown)
             sides[side] = Evaluation(prompts, images, scores_of(rows), right_of(rows))
         count, taken = counted(len(self.prompts), "prompt"), counted(steps, "step")

@@ -18,6 +18,7 @@ from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
+from g2rpo.core.files import real
 from g2rpo.core.statistics import (
     RIGHT,
     Comparison,
@@ -242,7 +243,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunHistory]:
     directory that is no run."""
     unique: dict[Path, Path] = {}
     for directory in directories:
-        unique.setdefault(directory.resolve(), directory)
+        unique.setdefault(real(directory), directory)
     runs = []
     for resolved, path in unique.items():
         files = Run(path)

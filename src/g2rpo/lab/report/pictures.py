@@ -28,7 +28,7 @@ from g2rpo.train.evaluation.heldout import (
     right_of,
 )
 from g2rpo.train.first_group import ADVANTAGE
-from g2rpo.train.monitor.pictures import clip_of, figure, pil_of, read_webp, webp
+from g2rpo.train.monitor.pictures import clip_of, figure, kept_picture, pil_of, read_webp, webp
 
 MOST_EVALUATIONS, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
@@ -57,12 +57,9 @@ def pictures(runs: Sequence[RunHistory]) -> list[list[dict[str, Any]]]:
 
 
 def picture_of_file(path: Path) -> Image.Image:
-    """A PNG; ValueError or OSError for anything else."""
-    try:
-        with Image.open(path, formats=["PNG"]) as picture:
-            return picture.convert("RGB")
-    except (SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} {error}") from None
+    """A PNG of a run, as `kept_picture`."""
+    with kept_picture(path, "PNG") as picture:
+        return picture.convert("RGB")
 
 
 def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from PIL import Image
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,6 +26,7 @@ from g2rpo.core.statistics import RIGHT, Comparison, in_proportion, or_nan, pair
 from g2rpo.train.monitor.pictures import (
     beside,
     clip_of,
+    kept_picture,
     pil_of,
     read_clip,
     reduced,
@@ -311,15 +311,12 @@ def save_inputs(folder: Path, prompts: Sequence[str], indices: Iterable[int]) ->
 
 
 def read_picture(path: Path) -> Tensor:
-    """A picture [3, H, W] in 8 bit, or the clip [T, 3, H, W] beside it, reduced; ValueError or
-    OSError for none."""
+    """A picture [3, H, W] in 8 bit, or the clip [T, 3, H, W] beside it, reduced; as `kept_picture`
+    for none."""
     if clip_of(path).is_file():
         return reduced(read_clip(clip_of(path))[0][None] / 255)[0]
-    try:
-        with Image.open(path, formats=["PNG"]) as picture:
-            return to_tensor([picture.convert("RGB")])[0]
-    except (SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(str(error)) from None
+    with kept_picture(path, "PNG") as picture:
+        return to_tensor([picture.convert("RGB")])[0]
 
 
 def picture_of(folder: Path, index: int) -> Path:

@@ -7,7 +7,8 @@ import io
 import math
 import textwrap
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -18,7 +19,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
 from torch import Tensor
 
-from g2rpo.core.files import whole_file, write_whole
+from g2rpo.core.files import refuse_other, whole_file, write_whole
 from g2rpo.core.images import read_inputs, to_pil, to_tensor, to_uint8
 from g2rpo.core.types import Policy
 
@@ -65,20 +66,28 @@ def save_clip(path: Path, clip: Tensor, seconds: float) -> None:
     path.write_bytes(webp(to_pil(clip), round(1000 * seconds / len(clip)), quality=90))
 
 
+@contextmanager
+def kept_picture(path: Path, kind: str) -> Iterator[Image.Image]:
+    """An opened picture of a run, of this kind; ValueError, OSError or UserError for anything
+    else."""
+    try:
+        with Image.open(refuse_other(path), formats=[kind]) as picture:
+            yield picture
+    except (SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} {error}") from None
+
+
 def read_webp(path: Path) -> tuple[list[Image.Image], list[int]]:
-    """The frames of a WebP, and the milliseconds of each; ValueError for another file.
+    """The frames of a WebP, and the milliseconds of each; as `kept_picture` for another file.
 
     WebP keeps equal frames in a row as one that lasts longer; a clip that stands still is one
     frame.
     """
-    try:
-        with Image.open(path, formats=["WEBP"]) as moving:
-            frames, durations = list[Image.Image](), list[int]()
-            for frame in ImageSequence.Iterator(moving):
-                frames.append(frame.convert("RGB"))
-                durations.append(int(frame.info.get("duration", 0)))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be read as WebP ({error})") from None
+    with kept_picture(path, "WEBP") as moving:
+        frames, durations = list[Image.Image](), list[int]()
+        for frame in ImageSequence.Iterator(moving):
+            frames.append(frame.convert("RGB"))
+            durations.append(int(frame.info.get("duration", 0)))
     return frames, durations
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from g2rpo.config import recipes
 from g2rpo.core.errors import UserError, shown
-from g2rpo.core.files import LOCK, is_empty, open_regular, remove_unfinished
+from g2rpo.core.files import LOCK, is_empty, open_regular, real, remove_unfinished
 from g2rpo.core.plain import read_as
 
 MOST_ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
@@ -62,7 +62,7 @@ def held(folder: Path, notify: Callable[[str], None] = print) -> Iterator[int]:
     removed on leaving. Yields a file descriptor: a child process that inherits it keeps the lock.
     Raises `InUse`, which names the holder, and UserError if the folder cannot be written.
     """
-    place = folder.resolve()
+    place = real(folder)
     hold = _HOLDS.get(place)
     # a forked child does not hold its parent's lock
     if hold is not None and hold.process == os.getpid():
