@@ -35,9 +35,11 @@ CELLS = {  # settings, and rates to choose from: one is that of the pilots of st
 UNSEEN = {"words": r"[kw]\w*'|'\w{6}'|purple", "testbed": r"\bthree\b|purple"}
 """What no training prompt has: letters, a length, a colour; a count, a colour."""
 JUDGED = ("word_drawing", "word_colour")
+WHOLE = "rewards.ocr.options.squeeze=1"
+"""Pictures are read as they are, as they were in the first runs."""
 TASKS = {  # recipe, prompts, the share of right pictures, trained rewards
-    "words": ("words", "ocr_exact", [f"rewards.{name}=" for name in JUDGED]),
-    "words-two": ("words", "ocr_exact", ["rewards.word_colour="]),
+    "words": ("words", "ocr_exact", [WHOLE, *(f"rewards.{name}=" for name in JUDGED)]),
+    "words-two": ("words", "ocr_exact", [WHOLE, "rewards.word_colour="]),
     "scenes": ("testbed", "scene_correct", []),
     "scenes-two": ("testbed", "scene_correct", ["rewards.scene_clip.weight=1"]),
 }
@@ -62,7 +64,7 @@ class Size:
 
 
 GPU = Size((*TASKS,), (*CELLS,), (*range(73, 81),), 300, 25, 16, 2, 22, 16)
-CORE = Size(("words",), (*CELLS,)[:3], (73, 74, 75), 60, 20, 10, 1, 6, 1)
+CORE = Size(("words",), (*CELLS,)[:5], (73, 74, 75), 60, 20, 10, 1, 6, 1)
 
 
 def write_prompts(world: str, out: Path) -> None:
@@ -134,11 +136,13 @@ def rows_of(out: Path) -> list[Row]:
 
 def swept(rows: list[Row], task: str, cell: str) -> dict[float, float]:
     """By rate the share of right choice prompts, a mean over the last two evaluations."""
-    found: dict[float, list[float]] = {}
+    found: dict[float, list[int]] = {}
     for row in sorted(rows, key=lambda row: (row.get("rate", 0), row["iteration"])):
         if (row["task"], row["cell"], row["seed"]) == (task, cell, SWEEP):
-            found.setdefault(row["rate"], []).append(row["right"].count("1") / len(row["right"]))
-    return {rate: float(np.mean(shares[-2:])) for rate, shares in found.items()}
+            found.setdefault(row["rate"], []).append(row["right"].count("1"))
+            asked = len(row["right"])
+    # counts have no rounding, so equal shares are equal
+    return {rate: float(np.mean(counts[-2:])) / asked for rate, counts in found.items()}
 
 
 def study(size: Size, out: Path) -> None:
