@@ -13,8 +13,10 @@ def main() -> None:
     if sys.platform == "win32":
         print("g2rpo: runs on Linux, macOS and WSL, not on Windows itself", file=sys.stderr)
         sys.exit(2)
-    # torch's threads leave their processors to others while they wait; read as torch is loaded
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # torch's threads leave their processors to others while they wait, with GNU's OpenMP after about
+    # a tenth of a millisecond; read as torch is loaded
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
     from g2rpo.core.process import steady_streams, stop_signals, while_imported
 
     steady_streams()

@@ -39,7 +39,8 @@ def ended(*command, **environment):
 
 
 STARTED = """import atexit, os, sys
-atexit.register(lambda: print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules))
+names = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+atexit.register(lambda: print(*map(os.environ.get, names), "torch" in sys.modules))
 from g2rpo.__main__ import main
 main()"""
 
@@ -52,10 +53,10 @@ def test_help_answers_at_once_and_loads_no_model_library():
     helped = ended(sys.executable, "-c", STARTED, "--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert helped.returncode == 0 and "train" in helped.stdout
-    assert helped.stdout.endswith("passive False\n")
+    assert helped.stdout.endswith("passive 10000 False\n")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     own = ended(sys.executable, "-c", STARTED, "--version", OMP_WAIT_POLICY="active")
-    assert own.stdout == f"g2rpo {__version__}\nactive False\n"
+    assert own.stdout == f"g2rpo {__version__}\nactive None False\n"
 
 
 def test_windows_is_refused_in_a_line():
