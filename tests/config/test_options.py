@@ -126,6 +126,7 @@ rewards.NAME.options.request: what a server takes besides
 rewards.NAME.options.score: which of several scores of a model
 rewards.NAME.options.share: of the patches that are compared: edits change few
 rewards.NAME.options.size: pixels that DINO sees
+rewards.NAME.options.squeeze: ocr: narrower lines are read faster; the recipe words sets it
 rewards.NAME.options.target: a function of one's own
 rewards.NAME.options.template: the words of a question
 rewards.NAME.options.tokenizer: where there is no hub
