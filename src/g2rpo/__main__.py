@@ -15,8 +15,9 @@ def main() -> None:
         sys.exit(2)
     # torch's threads leave their processors to others while they wait, with GNU's OpenMP after about
     # a tenth of a millisecond; read as torch is loaded
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+    waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+    if not waiting.keys() & os.environ.keys():
+        os.environ |= waiting
     from g2rpo.core.process import steady_streams, stop_signals, while_imported
 
     steady_streams()

@@ -57,6 +57,8 @@ def test_help_answers_at_once_and_loads_no_model_library():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     own = ended(sys.executable, "-c", STARTED, "--version", OMP_WAIT_POLICY="active")
     assert own.stdout == f"g2rpo {__version__}\nactive None False\n"
+    own = ended(sys.executable, "-c", STARTED, "--version", GOMP_SPINCOUNT="7")
+    assert own.stdout == f"g2rpo {__version__}\nNone 7 False\n"
 
 
 def test_windows_is_refused_in_a_line():

@@ -136,8 +136,6 @@ class OCR(TargetReward):
 
     def narrowed(self, picture: Image.Image) -> Image.Image:
         """`picture`, or `squeeze` of its width."""
-        if self.squeeze == 1:
-            return picture
         return picture.resize((max(1, round(self.squeeze * picture.width)), picture.height))
 
     def texts(self, pictures: Sequence[Image.Image]) -> list[str]:

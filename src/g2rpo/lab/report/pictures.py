@@ -28,7 +28,7 @@ from g2rpo.train.evaluation.heldout import (
     right_of,
 )
 from g2rpo.train.first_group import ADVANTAGE
-from g2rpo.train.monitor.pictures import clip_of, figure, kept_picture, pil_of, read_webp, webp
+from g2rpo.train.monitor.pictures import clip_of, figure, pil_of, read_png, read_webp, webp
 
 MOST_EVALUATIONS, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
@@ -54,12 +54,6 @@ def pictures(runs: Sequence[RunHistory]) -> list[list[dict[str, Any]]]:
         if sum(len(frame["uri"]) + len(frame["still"]) for frame in frames) <= PICTURE_BYTES:
             break
     return shown
-
-
-def picture_of_file(path: Path) -> Image.Image:
-    """A PNG of a run, as `kept_picture`."""
-    with kept_picture(path, "PNG") as picture:
-        return picture.convert("RGB")
 
 
 def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
@@ -120,7 +114,7 @@ def _cards(
 def given_to(folder: Path, index: int, size: int) -> str:
     """The input picture that was kept beside a picture; "" for none."""
     path = input_of(folder, index)
-    return data_uri(picture_of_file(path), size) if path.is_file() else ""
+    return data_uri(read_png(path), size) if path.is_file() else ""
 
 
 def said(value: float | None) -> str:
@@ -129,7 +123,7 @@ def said(value: float | None) -> str:
 
 
 def _frame(path: Path, size: int, row: Row, config: Config) -> dict[str, Any]:
-    picture, own = picture_of_file(path), row["scores"]
+    picture, own = read_png(path), row["scores"]
     scores = {name: said(own[name]) for name in config.rewards if name in own}
     told = {"right": row.get("right"), "scores": scores, "shape": picture.size}
     uri, clip = data_uri(picture, size), clip_of(path)
@@ -146,7 +140,7 @@ def first_group(run: RunHistory) -> dict[str, Any] | None:
         return None
     try:
         rows = read_rows(run.files.group_scores, Member)
-        files = [picture_of_file(picture_of(folder, index)) for index in range(len(rows))]
+        files = [read_png(picture_of(folder, index)) for index in range(len(rows))]
         uris = [data_uri(picture, MEMBER) for picture in files]
         members = _members(rows, uris, len(rows) // rows[0]["tails"])
         told = {name: rows[0][name] for name in ("prompt", "how")}

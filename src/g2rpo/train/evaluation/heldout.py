@@ -26,9 +26,9 @@ from g2rpo.core.statistics import RIGHT, Comparison, in_proportion, or_nan, pair
 from g2rpo.train.monitor.pictures import (
     beside,
     clip_of,
-    kept_picture,
     pil_of,
     read_clip,
+    read_png,
     reduced,
     save_clip,
     stills,
@@ -315,8 +315,7 @@ def read_picture(path: Path) -> Tensor:
     for none."""
     if clip_of(path).is_file():
         return reduced(read_clip(clip_of(path))[0][None] / 255)[0]
-    with kept_picture(path, "PNG") as picture:
-        return to_tensor([picture.convert("RGB")])[0]
+    return to_tensor([read_png(path)])[0]
 
 
 def picture_of(folder: Path, index: int) -> Path:

@@ -77,6 +77,12 @@ def kept_picture(path: Path, kind: str) -> Iterator[Image.Image]:
         raise ValueError(f"{path} {error}") from None
 
 
+def read_png(path: Path) -> Image.Image:
+    """A picture of a run, in RGB; as `kept_picture` for none."""
+    with kept_picture(path, "PNG") as picture:
+        return picture.convert("RGB")
+
+
 def read_webp(path: Path) -> tuple[list[Image.Image], list[int]]:
     """The frames of a WebP, and the milliseconds of each; as `kept_picture` for another file.
 
