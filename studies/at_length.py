@@ -28,7 +28,10 @@ CELLS = {  # settings, and rates to choose from: one is that of the pilots of st
     "one-granularity": (f"{PUBLISHED} algorithm.granularities=[1]", "4.4e-5 1.3e-4 4e-4"),
     "mixgrpo": ("algorithm.name=mixgrpo", "6.7e-5 2e-4 6e-4"),
     "dancegrpo": ("algorithm.name=dancegrpo", "6.7e-5 2e-4 6e-4"),
-    "in-turns": ("trainer.prompts_per_iteration={turns}", "1.3e-4 4e-4 1.2e-3"),
+    "in-turns": (
+        "algorithm.branch_schedule=turns trainer.prompts_per_iteration={turns}",
+        "1.3e-4 4e-4 1.2e-3",
+    ),
     "flow_grpo": ("algorithm.name=flow_grpo", "3.3e-5 1e-4 3e-4"),
     "diffusion_nft": ("algorithm.name=diffusion_nft", "3.3e-5 1e-4 3e-4"),
 }
@@ -64,7 +67,7 @@ class Size:
 
 
 GPU = Size((*TASKS,), (*CELLS,), (*range(73, 81),), 300, 25, 16, 2, 22, 16)
-CORE = Size(("words",), (*CELLS,)[:5], (73, 74, 75), 60, 20, 10, 1, 6, 1)
+CORE = Size(("words", "scenes"), (*CELLS,), (73, 74, 75), 60, 20, 10, 1, 6, 1)
 
 
 def write_prompts(world: str, out: Path) -> None:
