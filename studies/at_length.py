@@ -10,7 +10,7 @@ one was stopped.
 import argparse
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ TASKS = {  # recipe, prompts, the share of right pictures, trained rewards
     "scenes": ("testbed", "scene_correct", []),
     "scenes-two": ("testbed", "scene_correct", ["rewards.scene_clip.weight=1"]),
 }
-SWEEP = 72
-"""The seed of the runs that choose a rate."""
+SWEEP, RATES = 72, 3
+"""The seed of the runs that choose a rate, and their number."""
 RESULTS = Path("studies/results/at_length_tuned.jsonl")
 
 
@@ -148,15 +148,41 @@ def swept(rows: list[Row], task: str, cell: str) -> dict[float, float]:
     return {rate: float(np.mean(counts[-2:])) / asked for rate, counts in found.items()}
 
 
+def at_rate(cell: str, rate: str | float) -> str:
+    return f"optim.learning_rate={rate} {CELLS[cell][0]}"
+
+
+def pilot(size: Size, out: Path) -> None:
+    """Prints what three iterations of every cell say of the whole."""
+    lowest = {name: at_rate(name, CELLS[name][1].split()[0]) for name in size.cells}
+    for task in size.tasks:
+        train(task, SWEEP, replace(size, iterations=3, every=3), lowest, out)
+    evaluations = training = whole = 0.0
+    for config in out.glob("*/runs/*/seed_*/config.yaml"):
+        run = read_runs([config.parent])[0]
+        iteration, look = run.iterations[-1], run.evaluations[-1]  # the first ones are slower
+        evaluations += iteration["evaluations"]
+        training += iteration["seconds"]
+        looks = size.iterations // size.every + 1
+        whole += size.iterations * iteration["seconds"] + looks * look["seconds"]
+    at_once = min(size.jobs, len(size.cells))
+    each = RATES + len(size.seeds)
+    hours = each * whole / at_once / 3600
+    runs = each * len(size.cells) * len(size.tasks)
+    print(
+        f"{at_once * evaluations / training:,.0f} evaluations a second; {runs} runs in {hours:.1f}"
+        f" hours, {runs / hours / 3:.0f} in 20 minutes",
+        flush=True,
+    )
+
+
 def study(size: Size, out: Path) -> None:
     """Three rates of each cell; then its best, of equal ones the lowest, with new seeds."""
     for task in size.tasks:
-        own = {name: CELLS[name] for name in size.cells}
-        every = {
-            f"{n}+{r}": f"optim.learning_rate={r} {s}"
-            for n, (s, all_) in own.items()
-            for r in all_.split()
-        }
+        every = {}
+        for name in size.cells:
+            for given in CELLS[name][1].split():
+                every[f"{name}+{given}"] = at_rate(name, given)
         train(task, SWEEP, size, every, out)
     rows = rows_of(out)
     for seed in size.seeds:
@@ -165,7 +191,7 @@ def study(size: Size, out: Path) -> None:
             for name in size.cells:
                 shares = swept(rows, task, name)
                 rate = max(shares, key=lambda rate: shares[rate])
-                best[name] = f"optim.learning_rate={rate} {CELLS[name][0]}"
+                best[name] = at_rate(name, rate)
             train(task, seed, size, best, out)
 
 
@@ -179,7 +205,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    study(GPU if given.gpu else CORE, given.out.resolve())
+    size = GPU if given.gpu else CORE
+    pilot(size, given.out.resolve() / "pilot")
+    study(size, given.out.resolve())
     rows = rows_of(given.out)
     given.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
