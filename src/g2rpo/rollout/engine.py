@@ -3,9 +3,10 @@
 What plans have in common is computed once, with unchanged results:
 - plans with shared noise branch off one anchor trajectory per prompt,
 - the velocity at a branch point is used for the anchor and for the stochastic step of all members,
-- tails with equal first steps are evaluated once up to where they differ (`tails.Tails.tree`). What
-  remains is independent, so batches of `batch_size` mix rows of any prompt, plan, member and sigma.
-  Cheaper tails are in `rollout.tails`.
+- tails with equal first steps are evaluated once up to where they differ (`tails.Tails.tree`).
+
+What remains is independent, so batches of `batch_size` mix rows of any prompt, plan, member and
+sigma. Cheaper tails are in `rollout.tails`.
 """
 
 from __future__ import annotations

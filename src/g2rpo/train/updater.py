@@ -192,7 +192,7 @@ class Updater:
         return Trained(self.policy, cond, self.step_dtype, self.old, self.reward)
 
     def _step(self, stats: UpdateStats) -> None:
-        """Clips and steps; an update with a non-finite gradient is skipped and members_that_count, never
+        """Clips and steps; an update with a non-finite gradient is skipped and counted, never
         applied.
 
         A sum with one such term is not finite either, so all ranks skip together.

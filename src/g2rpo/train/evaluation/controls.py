@@ -1,5 +1,4 @@
-"""Controls: other sampler settings, which cost no training, and other initial
-noises.
+"""Controls: other sampler settings, which cost no training, and other initial noises.
 
 What the untrained model reaches with them is compared in `lab.untrained`."""
 
