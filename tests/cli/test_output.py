@@ -7,8 +7,9 @@ import shlex
 import pytest
 from rich.console import Console
 
-from g2rpo.cli.output import Output, fit_in_line
+from g2rpo.cli.output import Bar, Output, fit_in_line
 from g2rpo.cli.results import command, run_table
+from g2rpo.core.errors import UserError
 from g2rpo.core.events import Caution, Line, Progress
 from g2rpo.core.statistics import Comparison
 from g2rpo.train.command import train_all
@@ -85,6 +86,19 @@ def test_a_bar_ends_with_its_work_or_with_the_output():
     assert [line.split()[0] for line in ends][-1] == "judging" and lines.index(ends[-1]) < len(
         lines
     ) - 1
+
+
+def test_a_bar_ends_also_where_teaching_cannot_begin(refuses, monkeypatch):
+    """The terminal's cursor stayed hidden."""
+    ended = []
+
+    def interrupted(*arguments, emit, **more):
+        emit(Progress("encoding", "prompts", 1, 3))
+        raise UserError("no room")
+
+    monkeypatch.setattr("g2rpo.lab.teach.command.teach", interrupted)
+    monkeypatch.setattr(Bar, "stop", lambda bar: ended.append(bar.work))
+    assert "no room" in refuses("teach scenes") and ended == ["encoding"]
 
 
 def test_training_writes_plain_lines_into_a_pipe():

@@ -75,14 +75,9 @@ def teach(
     from g2rpo.lab.serving import Address
     from g2rpo.lab.teach.command import teach as serve
 
-    serve(
-        recipe,
-        overrides or [],
-        run_dir,
-        stored=votes,
-        where=Address.checked(host, port, token_env, public_host),
-        emit=Output(),
-    )
+    where = Address.checked(host, port, token_env, public_host)
+    with Output() as emit:
+        serve(recipe, overrides or [], run_dir, stored=votes, where=where, emit=emit)
 
 
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)

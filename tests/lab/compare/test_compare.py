@@ -18,7 +18,7 @@ from g2rpo.config.read import load_config
 from g2rpo.config.work import iterations_within, work, work_of_run
 from g2rpo.core.errors import UserError
 from g2rpo.lab.compare.jobs import environment_of
-from g2rpo.lab.compare.results import lines
+from g2rpo.lab.compare.results import lines, page
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
 from g2rpo.lab.compare.workflow import _check_judged_alike, compare, unequal_work
 from g2rpo.lab.plan.counting import count
@@ -114,6 +114,13 @@ def test_cells_and_budgets_are_read():
     }
 
 
+def test_a_budget_is_told_to_the_last_digit():
+    settings = {"recipe": "scenes", "overrides": [], "seeds": 1, "steps": []}
+    study = Study(cells={"one": []}, budget=1234567, unit="evaluations", **settings)
+    found = {"spent": {}, "judged": [], "trained": [], "prompts": 3}
+    assert "Budget of a run: 1,234,567 evaluations." in page(study, found, None)
+
+
 def test_workers_share_the_cores_and_take_the_gpus_in_turn(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -140,7 +147,8 @@ REFUSED = r"""
 --cell "a: prompts.train='x" -> --cell 'a: prompts.train='x': No closing quotation
 --cell 'a: budget=1.5' -> --cell a: budget=1.5: should be a positive number
 --algorithms g2rpo --budget 500 -> --budget 500: should be iterations=NUMBER or evaluations=NUMBER
---algorithms g2rpo --budget evaluations=9 -> g2rpo: a budget of 9 evaluations is below one
+--algorithms g2rpo --budget evaluations=9 -> cell g2rpo: a budget of 9 evaluations is below one
+--cell 'a: budget=9' --budget evaluations=1e6 -> g2rpo: cell a: a budget of 9 evaluations is below one
 --algorithms g2rpo --steps 0 -> steps.0: input should be greater than or equal to 1
 --algorithms g2rpo,mine.py:Mine -> cell Mine: algorithm Mine
 --algorithms g2rpo,mine.py:Mine -> advantages should return shape

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from g2rpo.cli.plan import show_cards
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.core.devices import usable_memory
 from g2rpo.lab.plan import answer, cards
 from g2rpo.lab.plan.models import RewardCost
-from g2rpo.lab.plan.plan import _cautions
+from g2rpo.lab.plan.plan import _cautions, find_target
 from tests.support.commands import done, refused
 from tests.support.runs import config, fits
 from tests.support.tables import rows
@@ -153,6 +154,14 @@ def test_a_table_of_80_columns_breaks_no_override():
     assert not any("Assumed." in line for line in table)
     assert any("rtx6000ada" in line for line in table)
     assert all(len(line) <= 80 for line in table if not line.startswith("changes"))
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "mps"])
+def test_what_shares_the_machines_memory_is_planned_with_it(monkeypatch, device):
+    """They were taken for names of cards, and refused."""
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    target = find_target(device)
+    assert (target.cuda, target.card, target.capacity) == (False, None, usable_memory())
 
 
 @pytest.mark.slow  # a plan that tries all that would make the run fit

@@ -256,6 +256,10 @@ def test_the_config_of_a_session_is_taught_as_it_is_and_not_trained(tmp_path):
         train(str(tmp_path / "config.yaml"), [], tmp_path / "other")
     with pytest.raises(UserError, match="was not begun by g2rpo teach"), opened(str(tmp_path)):
         pass
+    Run(tmp_path).votes.touch()
+    elsewhere = pytest.raises(UserError, match="--run-dir is for a recipe; .* goes on where it is")
+    with elsewhere, opened(str(tmp_path), run_dir=tmp_path / "other"):
+        pass
     with pytest.raises(UserError, match="algorithm.name=g2rpo and a reward clicks of the kind"):
         Session(trainer=trainer(None))
 

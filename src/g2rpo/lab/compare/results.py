@@ -213,8 +213,8 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
     ]
     own = {cell: study.budget_of(cell) for cell in cells}
     budget = [
-        f"{study.budget:g} {study.unit}",
-        *(f"{own[cell]:g} for {cell}" for cell in cells if own[cell] != study.budget),
+        f"{study.budget:,.0f} {study.unit}",
+        *(f"{own[cell]:,.0f} for {cell}" for cell in cells if own[cell] != study.budget),
     ]
     over = "seeds and prompts" if study.seeds > 1 else "prompts; other seeds may differ"
     parts = [

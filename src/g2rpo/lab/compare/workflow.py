@@ -70,7 +70,9 @@ def compare(
     study = resolve_as(Study, asked, source="study")
     if any(word.startswith("trainer.iterations=") for word in study.overrides):
         emit(
-            Line(f"trainer.iterations: runs are as long as --budget {budget[0]}={budget[1]:g} says")
+            Line(
+                f"trainer.iterations: runs are as long as --budget {budget[0]}={budget[1]:.15g} says"
+            )
         )
     configs = _configs(study, emit)
     _check_judged_alike(configs, one_base=bool(study.steps))
@@ -306,5 +308,5 @@ def _iterations(study: Study, cell: str, config: Config) -> int:
     budget = study.budget_of(cell)
     if study.unit == "iterations":
         return int(budget)
-    with placed(f"--budget {study.unit}={budget:g}: cell {cell}: ", UserError):
+    with placed(f"cell {cell}: ", UserError):
         return iterations_within(config, budget)

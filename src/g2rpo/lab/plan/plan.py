@@ -66,12 +66,15 @@ class Target:
 
 
 def find_target(device: str) -> Target:
-    """The target that `device` names: "auto", "cpu" or "cuda" on this machine, or a card of
+    """The target that `device` names: one of torch's on this machine, or "auto", or a card of
     `cards.CARDS`."""
     device = pick_device(device) if device == "auto" else device
-    if device == "cpu":
-        return Target("this machine's CPU", False, usable_memory(), None)
-    if device.startswith("cuda"):
+    kind = device.partition(":")[0]
+    if kind in ("cpu", "mps"):
+        pick_device(device, "--device")
+        name = "CPU" if kind == "cpu" else "Apple GPU"
+        return Target(f"this machine's {name}", False, usable_memory(), None)
+    if kind == "cuda":
         if not torch.cuda.is_available():
             raise UserError(
                 f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}"

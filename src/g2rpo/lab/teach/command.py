@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +90,8 @@ def opened(
         raise UserError(
             f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe"
         )
+    if resume and run_dir is not None:
+        raise UserError(f"--run-dir is for a recipe; {recipe} goes on where it is")
     if resume:
         config, run_dir = begun.read_config(overrides, notify, mention=False), begun.path
     else:
@@ -98,8 +100,7 @@ def opened(
     if where is not None:
         check(config)  # a taken port hides no mistake in the config
         where.check()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(entered(config, run_dir, resume, notify)))
+    with entered(config, run_dir, resume, notify) as folder:
         request = Request(config=config, run_dir=folder, notify=notify, emit=emit)
         session = Session(trainer=build(request), background=where is not None, notify=notify)
         with session.begun():
