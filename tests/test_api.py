@@ -104,6 +104,8 @@ def test_the_weight_in_the_config_is_that_of_the_object():
 NO_LIST = "should be a list of texts, such as"
 WRONG = [
     ({"prompts": "a red circle"}, rf"prompts: {NO_LIST} \['a red circle'\], is 'a red circle'"),
+    ({"prompts": 5}, f"prompts: {NO_LIST}"),
+    ({"prompts": (text for text in PROMPTS)}, f"prompts: {NO_LIST}.* is <generator"),
     ({"heldout": []}, "heldout: is empty; give at least one prompt"),
     ({"overrides": "trainer.iterations=2"}, rf"overrides: {NO_LIST} \['trainer.iterations=2'\]"),
     (
@@ -117,6 +119,7 @@ WRONG = [
         {"trackers": ["tensorboard"]},
         r"trackers\[0\]: is no tracker, it lacks start, log, finish: 'te",
     ),
+    ({"trackers": Notes()}, "trackers: should be a list of trackers, is <"),
 ]
 
 
@@ -148,6 +151,19 @@ def test_a_config_is_taken_as_it_is_and_names_are_those_that_its_file_can_hold(g
 def test_one_text_is_no_list_of_prompts(call):
     with pytest.raises(UserError, match="prompts: should be a list of texts"):
         call("a red circle")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: api.study("scenes", {"one": "lr=1"}, "study"), "cell one: should be a list"),
+        (api.report, "report: name a run"),
+    ],
+    ids=["study", "report"],
+)
+def test_a_cell_that_is_one_text_and_a_report_without_runs_are_refused(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ the command line does (`core.process`). DIFFUSERS_VERBOSITY and TRANSFORMERS_VER
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from g2rpo.config.read import completed, load_config
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError, shown
+from g2rpo.core.errors import UserError, refuse, shown
 from g2rpo.core.files import local
 from g2rpo.core.images import check_inputs
 from g2rpo.core.plain import read_as
@@ -83,8 +83,8 @@ def trainer(
         heldout=heldout,
         trackers=trackers,
     )
-    objects = {**vars(given), "algorithm": algorithm}
-    _check(overrides=overrides, **{name: it for name, it in objects.items() if it is not None})
+    refuse(_faults_of_texts("overrides", overrides))
+    refuse(_faults(given, algorithm))
     if isinstance(recipe, Config) and overrides:
         raise UserError(
             "overrides: are for a recipe's name or a file; change the Config itself, by model_copy"
@@ -117,47 +117,56 @@ def _quiet() -> None:
     quiet_bars()
 
 
-def _check(**given: Any) -> None:
-    """Refuses one text where a list of texts is wanted, whose characters would be the list; a list
-    of no prompts; rewards without names; and names, classes and values in place of objects."""
-    for name, thing in given.items():
-        objects = {name: thing}
-        if name in ("overrides", "prompts", "heldout"):
-            if isinstance(thing, str | Mapping) or not all(isinstance(text, str) for text in thing):
-                example = "trainer.iterations=2" if name == "overrides" else "a red circle"
-                raise UserError(
-                    f"{name}: should be a list of texts, such as ['{example}'], is {shown(thing)}"
-                )
-            if name != "overrides" and not thing:
-                raise UserError(f"{name}: is empty; give at least one prompt")
-        if isinstance(thing, str) and name in ("algorithm", "policy"):
-            path = "algorithm.name" if name == "algorithm" else "policy.path"
-            raise UserError(
-                f"{name}: should be an object; a name goes into the overrides: ['{path}={thing}']"
-            )
-        if name == "trackers":
-            objects = {f"trackers[{place}]": tracker for place, tracker in enumerate(thing)}
-        if name in ("rewards", "judges"):
-            if not isinstance(thing, Mapping):
-                raise UserError(
-                    f"{name}: should be a mapping from names to functions or objects, is {shown(thing)}"
-                )
-            objects = {f"{name}[{key!r}]": reward for key, reward in thing.items()}
-        for place, it in objects.items():
-            if isinstance(it, type):
-                raise UserError(
-                    f"{place}: is a class; give an object of it, such as {it.__name__}()"
-                )
-            if name == "trackers":
-                lacks = [each for each in METHODS if not callable(getattr(it, each, None))]
-                if lacks:
-                    raise UserError(
-                        f"{place}: is no tracker, it lacks {', '.join(lacks)}: {shown(it)}"
-                    )
-            elif place != name and not callable(it):
-                raise UserError(
-                    f"{place}: should be a function or an object that can be called, is {shown(it)}"
-                )
+def _faults(given: Given, algorithm: Algorithm | None) -> Iterator[str]:
+    """Of objects: names, classes and values in their place."""
+    for name, thing, key in (
+        ("algorithm", algorithm, "algorithm.name"),
+        ("policy", given.policy, "policy.path"),
+    ):
+        if isinstance(thing, str):
+            yield f"{name}: should be an object; a name goes into the overrides: ['{key}={thing}']"
+        yield from _faults_of_class(name, thing)
+    yield from _faults_of_prompts("prompts", given.prompts)
+    yield from _faults_of_prompts("heldout", given.heldout)
+    yield from _faults_of_rewards("rewards", given.rewards)
+    yield from _faults_of_rewards("judges", given.judges)
+    if not isinstance(given.trackers or (), Sequence):
+        yield f"trackers: should be a list of trackers, is {shown(given.trackers)}"
+    for number, tracker in enumerate(given.trackers or ()):
+        place = f"trackers[{number}]"
+        yield from _faults_of_class(place, tracker)
+        lacks = [method for method in METHODS if not callable(getattr(tracker, method, None))]
+        if lacks:
+            yield f"{place}: is no tracker, it lacks {', '.join(lacks)}: {shown(tracker)}"
+
+
+def _faults_of_class(place: str, thing: object) -> Iterator[str]:
+    if isinstance(thing, type):
+        yield f"{place}: is a class; give an object of it, such as {thing.__name__}()"
+
+
+def _faults_of_prompts(name: str, prompts: Any) -> Iterator[str]:
+    if prompts is not None:
+        yield from _faults_of_texts(name, prompts, "a red circle")
+        if not len(prompts):
+            yield f"{name}: is empty; give at least one prompt"
+
+
+def _faults_of_texts(name: str, texts: Any, example: str = "trainer.iterations=2") -> Iterator[str]:
+    """Of one text the characters would be the list; what has no length can be read only once."""
+    no_list = isinstance(texts, str | Mapping) or not isinstance(texts, Sized)
+    if no_list or not all(isinstance(text, str) for text in texts):
+        yield f"{name}: should be a list of texts, such as ['{example}'], is {shown(texts)}"
+
+
+def _faults_of_rewards(name: str, rewards: Any) -> Iterator[str]:
+    if not isinstance(rewards or {}, Mapping):
+        yield f"{name}: should be a mapping from names to functions or objects, is {shown(rewards)}"
+    for key, reward in (rewards or {}).items():
+        place = f"{name}[{key!r}]"
+        yield from _faults_of_class(place, reward)
+        if not callable(reward):
+            yield f"{place}: should be a function or an object that can be called, is {shown(reward)}"
 
 
 def _without_objects(config: Config, given: Given, algorithm: Algorithm | None) -> Config:
@@ -203,7 +212,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red",
     ["in.png"])`.
     """
-    _check(prompts=prompts)
+    refuse(_faults_of_prompts("prompts", prompts))
     check_inputs(prompts)
     sampled = painter(_sample_config_of(run, base, seed), prompts)
     return replace(sampled, decode_batch_size=PICTURES_AT_ONCE).pictures(prompts)
@@ -214,7 +223,8 @@ def evaluate(
 ) -> dict[str, Comparison]:
     """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals:
     `g2rpo evaluate`."""
-    _check(prompts=prompts, rewards=rewards)
+    refuse(_faults_of_prompts("prompts", prompts))
+    refuse(_faults_of_rewards("rewards", rewards))
     check_inputs(prompts)
     config = _sample_config_of(run, False, seed)
     loaded = load_pipeline(config.policy, tuning="frozen")
@@ -245,6 +255,9 @@ def study(
     `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Called
     again, it finishes what is missing in `out`. Raises UserError and Stopped as the command does.
     """
+    refuse(_faults_of_texts("overrides", overrides))
+    for cell, own in cells.items():
+        refuse(_faults_of_texts(f"cell {cell}", own))
     folder = compare_cells(
         recipe,
         overrides,
@@ -261,6 +274,8 @@ def study(
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page of `g2rpo report`; returns its path."""
+    if not runs:
+        raise UserError("report: name a run")
     return write_page(
         read_runs([local(run) for run in runs]), local(out) if out is not None else None
     )
