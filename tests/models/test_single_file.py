@@ -75,6 +75,7 @@ CHANGES = {
         lambda tensors: {**tensors, "x_embedder.bias": torch.zeros(7)},
         "1 have another shape.*x_embedder.bias",
     ),
+    "nothing": (lambda tensors: {}, "is no FluxTransformer2DModel of this size"),
 }
 
 

@@ -3,12 +3,14 @@ beside it, clear errors."""
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_uint8
 from g2rpo.core.rewards import Reward, as_reward
 from g2rpo.data.testbed import assets_dir
@@ -148,12 +150,45 @@ def test_what_is_not_hpsv2_is_named_and_not_run(tmp_path, capsys):
         (state, TinyHPSv2, "under 'state_dict'.*positional_embedding"),
         ({"state_dict": renamed}, TinyHPSv2, "visual_projection.weight.*head.weight"),
         ({"state_dict": other}, TinyHPSv2, "seems to be an ImageReward"),
-        ({"state_dict": Code()}, TinyHPSv2, "more than tensors"),
+        ({"state_dict": Code()}, TinyHPSv2, r"more than tensors.*\(.*print"),
     ):
         torch.save(content, tmp_path / "weights.pt")
         with pytest.raises(ValueError, match=fact):
             kind(str(tmp_path / "weights.pt"), tokenizer=TOKENIZER)
     assert "must not run" not in capsys.readouterr().out
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
+
+
+@pytest.mark.parametrize("name", [*LEARNED])
+def test_a_clone_without_git_lfs_is_named(learned, tmp_path, name):
+    options = {**learned[name], "path": str(tmp_path)}
+    shutil.copytree(learned[name]["path"], tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("*.*"):
+        if file.suffix in (".pt", ".pth", ".safetensors"):
+            file.write_bytes(POINTER)
+    with pytest.raises(UserError, match=r"is a pointer of git-lfs.*`git lfs pull`"):
+        LEARNED[name](**options)
+
+
+@pytest.mark.parametrize("end", [10, -100])
+@pytest.mark.parametrize("name", [*LEARNED])
+def test_weights_that_are_cut_short_are_named(learned, tmp_path, name, end):
+    shutil.copytree(learned[name]["path"], tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("*.*"):
+        if file.suffix in (".pt", ".pth", ".safetensors"):
+            file.write_bytes(file.read_bytes()[:end])
+    with pytest.raises(ValueError, match=f"{tmp_path}.* is damaged, or no "):
+        LEARNED[name](**{**learned[name], "path": str(tmp_path)})
+
+
+def test_a_page_that_was_saved_for_weights_is_not_called_code(tmp_path):
+    (file := tmp_path / "ImageReward.pt").write_text("<!DOCTYPE html><html>Not found</html>")
+    with pytest.raises(
+        ValueError, match=r"is damaged, or no torch file \(UnpicklingError: Unsupported"
+    ):
+        weights.read_state_dict(file)
 
 
 def test_missing_files_are_named(tmp_path):

@@ -153,8 +153,8 @@ def pairs_in(names: Collection[str]) -> list[Pair]:
 def common_peelings(names: Sequence[str]) -> Iterator[Sequence[str]]:
     """The names, and again after each known prefix that all of them have is taken off."""
     yield names
-    while found := next(
-        (prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names)), None
+    while names and (
+        found := next((p for p in PREFIXES if all(name.startswith(p) for name in names)), None)
     ):
         names = [name.removeprefix(found) for name in names]
         yield names

@@ -8,14 +8,17 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.core.errors import counted, shown
-from g2rpo.core.files import is_hub_id, local, refuse_other
+from g2rpo.core.errors import counted, placed, shown
+from g2rpo.core.files import is_hub_id, local, refuse_pointer
 from g2rpo.core.plain import read_text, refuse_hub_kernels
 
 CLIP_FILES = ("open_clip_config.json", "config.json")
@@ -51,11 +54,14 @@ def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
     """The model that a class of transformers, `kind`, loads from a folder or repository, frozen and
     in eval mode.
 
-    Raises ValueError if its weights are incomplete or its config.json could import code, OSError if
-    it is not there.
+    Raises ValueError if its weights are damaged or incomplete or its config.json could import code,
+    OSError if it is not there.
     """
     check_config(path)
-    model, report = kind.from_pretrained(place_of(path), output_loading_info=True, **more)
+    for file in Path(place_of(path)).glob("*.safetensors"):
+        refuse_pointer(file)
+    with _whole(path):
+        model, report = kind.from_pretrained(place_of(path), output_loading_info=True, **more)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{path} is not complete: {counted(len(missing), 'tensor')} missing, such as {missing[:3]}"
@@ -119,6 +125,12 @@ def _download(repository: str, names: tuple[str, ...]) -> Path:
     raise MissingFile(f"the repository {repository} has no {' or '.join(names)}")
 
 
+def _whole(path: object) -> AbstractContextManager[None]:
+    """ValueError if safetensors files that are read inside are not whole."""
+    before = f"{path} is damaged, or no safetensors file ("
+    return placed(before, SafetensorError, kind=ValueError, after=")")
+
+
 def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     """The tensors of a .safetensors file or of a torch file (.pt, .pth, .bin), on CPU; nothing is
     unpickled but tensors.
@@ -126,29 +138,27 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     `key` names the entry that holds the state dict where the file wraps it in a dictionary. Raises
     ValueError if the file holds something else.
     """
-    refuse_other(path)
+    refuse_pointer(path)
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
+        with _whole(path):
             return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from None
     try:
         # Mapped if the format allows it, so that several processes on a machine share one copy in
         # memory.
         content = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
-            f"yourself once and save its state dict with safetensors. ({str(error).splitlines()[0]})"
-        ) from error
     except Exception as error:  # torch promises no particular ones for a file that is damaged
+        # before it torch advises to turn its check off
+        said = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+        # other operands are no pickle's, but a page's that was saved for the file
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in said:
+            raise ValueError(
+                f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
+                f"yourself once and save its state dict with safetensors. ({said})"
+            ) from error
         raise ValueError(
-            f"{path} is damaged, or no torch file ({type(error).__name__}: {error})"
+            f"{path} is damaged, or no torch file ({type(error).__name__}: {said})"
         ) from error
     state = content.get(key) if key is not None and isinstance(content, Mapping) else content
     if not isinstance(state, Mapping) or not all(
