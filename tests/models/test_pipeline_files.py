@@ -80,10 +80,10 @@ TAKES = [
     (
         "FluxKontextPipeline",
         0,
-        "prompt 'make it red': has 0 input pictures, .*takes one input pict",
+        "prompt 'make it red': has 0 input pictures, .*takes 1; prompts of",
     ),
-    ("QwenImageEditPlusPipeline", 4, "takes one to 3 input pictures"),
-    ("QwenImagePipeline", 1, "takes no input picture"),
+    ("QwenImageEditPlusPipeline", 4, "takes 1 to 3; prompts"),
+    ("QwenImagePipeline", 1, "takes 0;"),
 ]
 
 

@@ -166,11 +166,10 @@ def _float32(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A factor in float32, which has all values of the smaller types; ValueError for numbers of
     another kind."""
     if tensors[name].dtype not in FLOATS:
-        known, kind = (
-            ", ".join(str(each).removeprefix("torch.") for each in of)
-            for of in (FLOATS, [tensors[name].dtype])
+        said = (
+            f"{name}: has numbers of the type {tensors[name].dtype}; factors are read of {FLOATS}"
         )
-        raise ValueError(f"{name}: has numbers of the type {kind}; factors are read of {known}")
+        raise ValueError(said.replace("torch.", ""))
     return tensors[name].float()
 
 

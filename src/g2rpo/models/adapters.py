@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -22,6 +22,8 @@ CONFIG = "lora_adapter_metadata"
 CLASS, OWN_ALPHA = "g2rpo.transformer", "g2rpo.lora_alpha"
 """In the header of an adapter of this package: the class of its transformer, and alpha, which is in
 its weights."""
+SIZES = ("ss_network_dim", "ss_network_alpha")
+"""The rank and alpha that trainers read."""
 ABOVE_KEY = "g2rpo.lora_above"
 """Of an adapter that was trained to act at early steps alone, the sigma above which it acts
 (`policy.lora_above`)."""
@@ -99,16 +101,10 @@ class Adapter:
             layers[module] = (
                 (cat([mine[0], down]), cat([mine[1], sign * up], 1)) if mine else (down, sign * up)
             )
-        both = Adapter(
-            layers,
-            {key: text for key, text in self.metadata.items() if key not in (CONFIG, OWN_ALPHA)},
-        )
-        size = {
-            key: str(both.rank)
-            for key in ("ss_network_dim", "ss_network_alpha")
-            if key in self.metadata
-        }
-        return Adapter(layers, {**both.metadata, **size})
+        both = Adapter(layers)
+        sizes = dict.fromkeys(self.metadata.keys() & SIZES, str(both.rank))
+        kept = self.metadata.keys() - {CONFIG, OWN_ALPHA}
+        return replace(both, metadata={key: self.metadata[key] for key in kept} | sizes)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """The factors by diffusers' endings, after `prefix`."""
@@ -149,8 +145,7 @@ def own_header(transformer: str, rank: int, alpha: float) -> dict[str, str]:
     return {
         CLASS: transformer,
         OWN_ALPHA: f"{alpha:g}",
-        "ss_network_dim": str(rank),
-        "ss_network_alpha": str(rank),
+        **dict.fromkeys(SIZES, str(rank)),
     }
 
 

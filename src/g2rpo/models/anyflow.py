@@ -45,7 +45,7 @@ from g2rpo.models.replay import (
 from g2rpo.models.sharding import Sharded
 from g2rpo.models.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, sizes_in
 from g2rpo.models.text import TextEncoders
-from g2rpo.models.tuning import Frozen, Full, LoRA, tuned
+from g2rpo.models.tuning import Frozen, LoRA, tuned
 
 if TYPE_CHECKING:
     from g2rpo.models.compiling import Compiled
@@ -371,13 +371,9 @@ class DiffusersPolicy(PipelineFacts, Policy):
 
     @property
     def adapter_file(self) -> AdapterFile | None:
-        if not isinstance(self.tuning, LoRA):
-            return None
-        return self.tuning.file(self.options.lora_above)
+        return self.tuning.file if isinstance(self.tuning, LoRA) else None
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""
-        if isinstance(self.tuning, Full):
-            return self.tuning.save(directory)
-        assert isinstance(self.tuning, LoRA)
-        return self.tuning.save(directory, self.options.lora_above)
+        assert not isinstance(self.tuning, Frozen)
+        return self.tuning.save(directory)

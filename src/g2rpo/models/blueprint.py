@@ -20,7 +20,7 @@ from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import Adapter, check_fit
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.load import Pipeline, check_pipeline, find_pipeline, policy_class
-from g2rpo.models.meta import Uninitialised, on_meta
+from g2rpo.models.meta import on_meta
 from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipeline_files import (
@@ -161,7 +161,7 @@ def _built(
     kind = "math" if config.attention == "math" else "auto"
     config = config.model_copy(update={"attention": kind, "compile": False})
     policy = policy_class(config, blueprint.kind)
-    with loading(f"policy.path={config.path}"), Uninitialised():
+    with loading(f"policy.path={config.path}"):
         return policy(pipeline, hub.located(config), device="meta")
 
 

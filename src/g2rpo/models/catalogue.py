@@ -3,7 +3,7 @@ models of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -330,12 +330,6 @@ def names_of(kind: str | None) -> comfyui.ComfyUI | None:
     """Other programs' names of the spec that `kind` (policy.kind) names; None without one."""
     spec = None if kind is None else spec_of(kind)
     return None if spec is None else spec.comfyui
-
-
-def optional_parts(name: str) -> Sequence[str]:
-    """Text encoders that pipelines of a class may lack."""
-    spec = spec_of(name)
-    return spec.optional if spec is not None else ()
 
 
 def spec_of(name: str) -> PipelineSpec | None:

@@ -130,8 +130,7 @@ class Pipeline:
         return caution(self.name, self.path)
 
     def faults_of_files(self) -> Iterator[str]:
-        optional = catalogue.optional_parts(self.kind)
-        for fault in faults_of_files(self.path, optional):
+        for fault in faults_of_files(self.path, self.spec.optional):
             yield f"policy.path={self.name}: {fault}"
 
     def faults(self, tuning: TuningMode) -> Iterator[str]:
@@ -226,7 +225,7 @@ class Loaded:
 
     def cached(self, cache: str, notify: Callable[[str], None]) -> CachedEncoder:
         """The text encoders with their embeddings cached as in `prompts.cache`."""
-        text, edits = self.text, bool(self.text.pictured)
+        text, edits = self.text, bool(self.found.spec.pictured)
         content, options = self.found.content, self.found.options
         store = open_store(cache, options, content, edits=edits, guided=text.guided)
         return CachedEncoder(text, store, notify=notify)

@@ -10,25 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.plain import refuse_hub_kernels
 from g2rpo.models.published import Part
 
 MODEL_LIBRARIES = ("diffusers", "transformers")
-
-
-class Uninitialised(TorchFunctionMode):
-    """While entered, torch's initialisers do nothing: on the meta device they take time and have no
-    effect."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 MOST_MODULES = 20_000
@@ -54,9 +41,6 @@ def few_modules() -> Iterator[None]:
         handle.remove()
 
 
-RANDOM = (torch.Tensor.normal_, torch.Tensor.uniform_)
-
-
 def on_meta(part: Part) -> nn.Module:
     """The module of a part, on the meta device."""
     target, config = part
@@ -76,7 +60,6 @@ def on_meta(part: Part) -> nn.Module:
     with (
         loading(f"policy.path: its config files describe no {name}"),
         torch.device("meta"),
-        Uninitialised(),
         few_modules(),
     ):
         return (

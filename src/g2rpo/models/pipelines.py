@@ -4,7 +4,6 @@ rollouts and in training alike."""
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from g2rpo.models.modular import pipeline_class
 from g2rpo.models.offload import Offload, offloads
 from g2rpo.models.options import Attention, PolicyConfig, TuningMode
 from g2rpo.models.pipeline_files import parts_in, read_index
+from g2rpo.models.quantized import installed
 from g2rpo.models.spec import PipelineSpec, parameters_of
 
 BACKENDS: Mapping[str, str] = {
@@ -48,7 +48,11 @@ def attention_kinds(device: str) -> list[str]:
     cuda = torch.device(device).type == "cuda"
     return [
         "auto",
-        *(kind for kind in BACKENDS if _installed(kind) and (cuda or kind not in CUDA_ONLY)),
+        *(
+            kind
+            for kind in BACKENDS
+            if installed(PACKAGES.get(kind, "torch")) and (cuda or kind not in CUDA_ONLY)
+        ),
     ]
 
 
@@ -86,10 +90,6 @@ def mixes_layouts(device: torch.device) -> bool:
     first, second = gradients
     # rounding in bfloat16 gives less than 0.01
     return float((second - first).norm()) > 0.1 * float(first.norm())
-
-
-def _installed(kind: str) -> bool:
-    return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind]) is not None
 
 
 CALL_OPTIONS = (

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from g2rpo.core.data import Cond
-from g2rpo.core.errors import UserError
-from g2rpo.core.images import images_of
+from g2rpo.core.errors import UserError, placed
+from g2rpo.core.images import check_counts
 from g2rpo.models.comfyui import ComfyUI
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.published import PublishedModel, models_of
@@ -203,19 +203,8 @@ class PipelineSpec:
 
     def check_pictures(self, prompt: str) -> None:
         """UserError for a prompt with more or fewer input pictures than the model takes."""
-        (least, most), given = self.input_pictures, len(images_of(prompt))
-        if not least <= given <= most:
-            takes = (
-                "one input picture"
-                if most == 1
-                else f"one to {most} input pictures"
-                if most
-                else "no input picture"
-            )
-            what = "prompts of .jsonl files have them in `images`"
-            raise UserError(
-                f"prompt {str(prompt)[:60]!r}: has {given} input pictures, but this model takes {takes}; {what}"
-            )
+        with placed("", UserError, after="; prompts of .jsonl files have them in `images`"):
+            check_counts([prompt], self.input_pictures)
 
     def arguments(
         self,

@@ -38,8 +38,6 @@ class TextEncoders:
         self.device = torch.device(device)
         self.guided = spec.is_guided(pipeline, options.guidance_scale)
         """Whether prompts are encoded together with a negative one."""
-        self.pictured = spec.pictured
-        """Results of encoding input pictures by the VAE."""
         encoders = {
             name: part
             for name, part in pipeline.components.items()

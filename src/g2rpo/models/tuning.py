@@ -82,6 +82,7 @@ class LoRA(_WithAdapters):
         from peft import LoraConfig
 
         self.active, dtype = transformer, getattr(torch, options.dtype)
+        self._above = options.lora_above
         # a plan's transformer may have fewer blocks
         each = options.lora_targets is not None and transformer.device.type != "meta"
         check_targets(transformer, targets, each=each)
@@ -113,10 +114,11 @@ class LoRA(_WithAdapters):
     def base(self) -> AbstractContextManager[None]:
         return self._acting.during(untrained=True)
 
-    def file(self, above: float = 0.0) -> AdapterFile:
-        """The form in which it is saved. The header says above which sigma it acts, `above`. The
-        factor alpha / rank is multiplied into the weights, because loaders that do not read
-        diffusers' metadata, such as ComfyUI's, assume 1."""
+    @property
+    def file(self) -> AdapterFile:
+        """The form in which it is saved. The header says above which sigma it acts. The factor
+        alpha / rank is multiplied into the weights, because loaders that do not read diffusers'
+        metadata, such as ComfyUI's, assume 1."""
         adapter = self.active.peft_config[TRAINED].to_dict()
         rank, alpha = adapter["r"], adapter["lora_alpha"]
         factors = {
@@ -131,13 +133,13 @@ class LoRA(_WithAdapters):
         # equal runs must write equal bytes
         header = {CONFIG: json.dumps(config, indent=2, sort_keys=True)}
         header |= own_header(type(self.active).__name__, rank, alpha) | (
-            {ABOVE_KEY: str(above)} if above else {}
+            {ABOVE_KEY: str(self._above)} if self._above else {}
         )
         return AdapterFile(factors, header)
 
-    def save(self, directory: Path, above: float = 0.0) -> Path:
+    def save(self, directory: Path) -> Path:
         """Writes `pytorch_lora_weights.safetensors`; returns where."""
-        file = self.file(above)
+        file = self.file
         directory.mkdir(parents=True, exist_ok=True)
         tensors = file.tensors(value.detach() for value in self.named().values())
         write_tensors(directory / ADAPTER_FILE, tensors, file.header)
