@@ -30,7 +30,6 @@ from g2rpo.core.events import Emit, Serving
 from g2rpo.core.http import refusal
 from g2rpo.core.plain import printable
 from g2rpo.core.stopping import until_ctrl_c
-from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.serving import Address, without_proxies
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
@@ -166,7 +165,8 @@ def serve(page: gr.Blocks, where: Address, uploads: bool = False) -> str:
     """Serves the page from its own thread and returns its address. OSError if the port is taken.
     `uploads` lets pictures in."""
     host, token = where.host, where.token
-    style = files("g2rpo.lab").joinpath("page.css").read_text(encoding="utf-8")
+    names = "page.css", "report/templates/compare.css"
+    styles = [files("g2rpo.lab").joinpath(name).read_text(encoding="utf-8") for name in names]
 
     def allowed(name: str, word: str) -> bool:
         return hmac.compare_digest(word.encode(), str(token).encode())
@@ -192,7 +192,7 @@ def serve(page: gr.Blocks, where: Address, uploads: bool = False) -> str:
                 font=SYSTEM_FONTS,
                 font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"],
             ),
-            css=style + compare_style(),
+            css="".join(styles),
         )
     return address
 

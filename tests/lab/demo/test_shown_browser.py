@@ -23,6 +23,7 @@ from g2rpo.lab.report.page import render
 from g2rpo.rollout.memory import BatchSizes
 from g2rpo.train.evaluation.controls import Control
 from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.monitor.pictures import seconds_of
 from tests.lab.demo.test_demo_browser import PATIENCE_MS
 from tests.lab.report.pages import make_run
 from tests.support.ports import free_port
@@ -67,7 +68,7 @@ def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
 def test_the_demo_shows_clips(tmp_path):
     demo = session(Clips(frames=4), ["0"])
     drawing = draw(demo, "0", **SETTINGS)
-    assert drawing.base.picture.shape == (4, 3, 4, 4) and demo.seconds(drawing.base.picture) == 1.5
+    assert drawing.base.picture.shape == (4, 3, 4, 4) and seconds_of(demo.policy, 4) == 1.5
     group = trace_group(demo, "0", seed=1, plan=0, tuned=False)
     assert group.finals.shape == (2, 3, 4, 3, 4, 4) and group.rewards.shape == (1, 2, 3)
     for page, pictures in ((drawing_html(drawing), 1), (trace_html(group), 4 + 3 * 3)):

@@ -54,19 +54,18 @@ def test_a_line_goes_where_its_numbers_say():
     """Four points of a straight line are equally spaced; the cut at None starts a new stroke. A
     mark stands at its x. Two decimals of a pixel are written, of a mark one."""
     panel = Panel("", [CurveLine("a", [0, 1, 2, 3, 4], [0.0, 1.0, None, 3.0, 4.0])], "iteration")
-    for _ in range(2):  # the axes are used again
-        svg = parsed(line_chart(panel, "rising", [(3, "an alarm"), (9, "out of range")]))
-        styles = [(path.get("style", ""), path.get("d")) for path in svg.iter("path")]
-        (path,) = [points for style, points in styles if "stroke-width: 1.6;" in style]
-        assert re.findall("[ML]", path) == ["M", "L", "M", "L"]
-        points = re.findall(r"([\d.]+) ([\d.]+)", path)
-        xs, ys = ([float(point[axis]) for point in points] for axis in (0, 1))
-        assert xs[1] - xs[0] == pytest.approx((xs[-1] - xs[0]) / 4, abs=0.011)
-        assert ys[0] - ys[1] == pytest.approx((ys[0] - ys[-1]) / 4, abs=0.011)
-        assert 0 <= xs[0] < xs[-1] < RIGHT < WIDTH and 0 <= ys[-1] < ys[0] <= HEIGHT
-        (mark,) = alarms(svg)
-        at = float(re.match(r"M([\d.]+)", mark.get("d"))[1])
-        assert at == pytest.approx(xs[2], abs=0.06)
+    svg = parsed(line_chart(panel, "rising", [(3, "an alarm"), (9, "out of range")]))
+    styles = [(path.get("style", ""), path.get("d")) for path in svg.iter("path")]
+    (path,) = [points for style, points in styles if "stroke-width: 1.6;" in style]
+    assert re.findall("[ML]", path) == ["M", "L", "M", "L"]
+    points = re.findall(r"([\d.]+) ([\d.]+)", path)
+    xs, ys = ([float(point[axis]) for point in points] for axis in (0, 1))
+    assert xs[1] - xs[0] == pytest.approx((xs[-1] - xs[0]) / 4, abs=0.011)
+    assert ys[0] - ys[1] == pytest.approx((ys[0] - ys[-1]) / 4, abs=0.011)
+    assert 0 <= xs[0] < xs[-1] < RIGHT < WIDTH and 0 <= ys[-1] < ys[0] <= HEIGHT
+    (mark,) = alarms(svg)
+    at = float(re.match(r"M([\d.]+)", mark.get("d"))[1])
+    assert at == pytest.approx(xs[2], abs=0.06)
 
 
 @pytest.mark.parametrize(

@@ -471,7 +471,7 @@ def test_alarms_are_told_and_marked(html, copied, monkeypatch):
 
 
 def test_pages_that_are_made_at_once_are_as_those_made_alone(html, run_dir, other_dir):
-    """The demo makes pages in threads, which share matplotlib's settings and the charts' axes."""
+    """The demo makes pages in threads, which share matplotlib's settings."""
     runs = [run_dir, other_dir]
     with ThreadPoolExecutor(2) as pool:
         at_once = list(pool.map(lambda run: render(read_runs([run])), runs))

@@ -35,7 +35,6 @@ from g2rpo.train.consistency import fitting_plans, refuse_all
 from g2rpo.train.evaluation.controls import Need
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.found import named_rewards
-from g2rpo.train.monitor.pictures import seconds_of
 from g2rpo.train.persistence import take_stored
 
 RECIPES = {"testbed": "scenes", "words": "words"}
@@ -147,10 +146,6 @@ class DemoModel:
         every = {**self.rewards, **self.judges}.items()
         told = {name: inspect.getdoc(reward) or "" for name, reward in every}
         return {name: " ".join(it.split("\n\n")[0].split()) for name, it in told.items() if it}
-
-    def seconds(self, picture: Tensor) -> float:
-        """The length of a clip, or of what is shown of it."""
-        return seconds_of(self.policy, len(picture))
 
     def explain(self, prompt: str) -> str:
         """Why a prompt is none of the model's world; "" if it is, or if nothing is known of it."""

@@ -4,14 +4,14 @@ users' text."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from html import escape
 
-from g2rpo.core.images import read_inputs
 from g2rpo.core.statistics import fixed, signed
 from g2rpo.lab.demo.drawing import DrawnPrompt, GroupTrace
 from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.page import render, templates_of
-from g2rpo.lab.report.pictures import data_uri, picture_uri
+from g2rpo.lab.report.pictures import input_uris, picture_uri
 
 LARGE_SIDE, SMALL_SIDE = 1024, 256  # pixels a side, at most, of the pictures within a page
 
@@ -25,11 +25,6 @@ page.addEventListener("click", event => {
 """
 """The frame is as high as its page, and a link within the page stays there: its address would be
 the demo's."""
-
-
-def input_uris(prompt: str) -> list[str]:
-    """The input pictures of a prompt."""
-    return [data_uri(picture, SMALL_SIDE) for picture in read_inputs(prompt)]
 
 
 def written_score(value: float, *others: float) -> str:
@@ -60,11 +55,11 @@ def way(change: float) -> str:
 environment = templates_of("g2rpo.lab.demo")
 environment.filters |= {
     "change": change,
-    "input_uris": input_uris,
-    "large": lambda picture, model: picture_uri(picture, LARGE_SIDE, model.seconds(picture)),
+    "input_uris": partial(input_uris, size=SMALL_SIDE),
+    "large": lambda picture, model: picture_uri(picture, LARGE_SIDE, model.policy),
     "score": written_score,
     "signed": signed,
-    "small": lambda picture, model: picture_uri(picture, SMALL_SIDE, model.seconds(picture)),
+    "small": lambda picture, model: picture_uri(picture, SMALL_SIDE, model.policy),
     "way": way,
 }
 

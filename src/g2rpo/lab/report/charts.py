@@ -185,7 +185,7 @@ def noise_table(
 def key_mark(style: int = 0, look: Look = "marked") -> Markup:
     """The legend symbol of a line."""
     figure, axes = _figure(36, 14, 0, 36, 0, 14)
-    _emptied(axes).set(xlim=(0, 36), ylim=(0, 14))
+    axes.set(xlim=(0, 36), ylim=(0, 14))
     axes.set_axis_off()
     ends = ((1, 13),) * 2 if look == "range" else ()
     draw_line(
@@ -200,7 +200,7 @@ def line_chart(panel: Panel, alt: str, marks: Sequence[tuple[float, str]] = ()) 
     """A panel that tells its numbers at the pointer; `alt` describes it in words. `marks` are
     vertical lines at some x with a text each; those outside the range of x are left out."""
     figure, axes = _figure(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
-    draw_panel(_emptied(axes), panel)
+    draw_panel(axes, panel)
     low, high = axes.get_xlim()
     hover = {
         "label": panel.x_label,
@@ -292,7 +292,6 @@ def _union(many: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(item for each in many for item in each))
 
 
-@cache
 def _figure(
     width: float, height: float, left: float, right: float, top: float, bottom: float
 ) -> tuple[Figure, Axes]:
@@ -303,17 +302,6 @@ def _figure(
     return figure, figure.add_axes(
         (left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height)
     )
-
-
-def _emptied(axes: Axes) -> Axes:
-    """The axes without what was drawn: to make new ones takes longer than to draw."""
-    from matplotlib.transforms import Bbox
-
-    for artist in (*axes.lines, *axes.collections):
-        artist.remove()
-    axes.dataLim = Bbox.null()
-    axes.autoscale()
-    return axes
 
 
 def _svg(figure: Figure, attributes: str, more: str = "") -> Markup:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,7 +20,7 @@ from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import write_whole
-from g2rpo.core.statistics import RIGHT, Comparison, figures, fixed, in_time, percent, signed
+from g2rpo.core.statistics import RIGHT, Comparison, fixed, in_time, percent, signed
 from g2rpo.lab.report.charts import (
     compact,
     key_mark,
@@ -41,9 +41,7 @@ from g2rpo.train.monitor.alarms import HELPS
 from g2rpo.train.run.folder import Run
 
 ONE_PAGE_AT_A_TIME = Lock()
-"""Threads share matplotlib's settings and the axes of the charts."""
-
-
+"""Threads share matplotlib's settings."""
 LEAST_SHARE = 0.005
 """Of a run's time: shorter phases are left out."""
 
@@ -66,11 +64,6 @@ def coded(text: str) -> Markup:
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def compare_style() -> str:
-    """The style sheet of pairs of pictures that lie beside each other or one over the other."""
-    return files("g2rpo.lab.report").joinpath("templates/compare.css").read_text(encoding="utf-8")
-
-
 def write_page(runs: Sequence[RunHistory], out: Path | None) -> Path:
     """Writes the page of these runs and returns where, by default RUN/report.html for one run and
     ./report.html for several; an older one is replaced."""
@@ -86,46 +79,26 @@ def write_page(runs: Sequence[RunHistory], out: Path | None) -> Path:
 
 def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
-    with ONE_PAGE_AT_A_TIME:
-        return _page(runs)
-
-
-def _page(runs: Sequence[RunHistory]) -> str:
-    environment = templates_of("g2rpo.lab.report")
-    environment.filters |= {
-        "figures": figures,
-        "fixed": fixed,
-        "quoted": lambda path: shlex.quote(str(path)),
-        "signed": signed,
-    }
-    environment.globals |= {
-        "first_group": first_group,
-        "key_mark": key_mark,
-        "states": states,
-        "summary": summary_of,
-    }
-    environment.tests["finite"] = math.isfinite
     groups = seed_groups(runs)
     runs = [run for group in groups for run in group.runs]
-    updates, constants = update_charts(groups)
-    return environment.get_template("page.html").render(
-        runs=runs,
-        keys={run.name: key_mark(group.style) for group in groups for run in group.runs},
-        groups=groups,
-        results=results(groups),
-        alarms=[(run, one) for run in runs for one in run.alarms()],
-        advice=HELPS,
-        pictures=list(zip(runs, pictures(runs), strict=True)),
-        rewards=reward_charts(groups),
-        looks=look_charts(groups),
-        updates=updates,
-        constants=constants,
-        noise={axis: noise_table(groups, axis) for axis in ("step", "granularity")},
-        costs=table_of(costs, runs),
-        facts=table_of(facts, runs),
-        settings=settings(runs),
-        version=__version__,
-    )
+    with ONE_PAGE_AT_A_TIME:
+        updates, constants = update_charts(groups)
+        return environment.get_template("page.html").render(
+            runs=runs,
+            keys={run.name: key_mark(group.style) for group in groups for run in group.runs},
+            groups=groups,
+            results=results(groups),
+            alarms=[(run, one) for run in runs for one in run.alarms()],
+            pictures=list(zip(runs, pictures(runs), strict=True)),
+            rewards=reward_charts(groups),
+            looks=look_charts(groups),
+            updates=updates,
+            constants=constants,
+            noise={axis: noise_table(groups, axis) for axis in ("step", "granularity")},
+            costs=table_of(costs, runs),
+            facts=table_of(facts, runs),
+            settings=settings(runs),
+        )
 
 
 def state(run: RunHistory) -> str:
@@ -154,17 +127,13 @@ def results(
 ) -> list[tuple[str, float, list[tuple[SeedGroup, Comparison]]]]:
     """By score, right pictures and trained rewards first, the largest end of an interval, and the
     change of every line."""
-    trained = {name: name in group.config.trained for group in groups for name in group.changes}
-    rows = []
-    for name in sorted(trained, key=lambda name: (name != RIGHT, not trained[name])):
+    trained = {name for group in groups for name in group.config.trained}
+    names, rows = dict.fromkeys(name for group in groups for name in group.changes), []
+    for name in sorted(names, key=lambda name: (name != RIGHT, name not in trained)):
         own = [(group, group.changes[name]) for group in groups if name in group.changes]
-        ends = [
-            abs(end)
-            for _, one in own
-            for end in (one.change.mean, one.change.low, one.change.high)
-            if math.isfinite(end)
-        ]
-        rows.append((name, max(ends, default=0) or 1, own))
+        changes = [one.change for _, one in own]
+        ends = [abs(end) for one in changes for end in (one.mean, one.low, one.high)]
+        rows.append((name, max(filter(math.isfinite, ends), default=0) or 1, own))
     return rows
 
 
@@ -214,12 +183,11 @@ def facts(run: RunHistory) -> dict[str, Any]:
 
 def costs(run: RunHistory) -> dict[str, str]:
     """Totals from the log, and the time of every phase."""
-    spent: dict[str, float] = {}
+    spent = defaultdict[str, float](float)
     for row in run.iterations:
         for key in row:
             if key.startswith("seconds/"):
-                phase = f"… {key.removeprefix('seconds/')}"
-                spent[phase] = spent.get(phase, 0.0) + row[key]
+                spent[f"… {key.removeprefix('seconds/')}"] += row[key]
     spent["… held-out evaluations"] = sum(row["seconds"] for row in run.evaluations)
     training = sum(row["seconds"] for row in run.iterations)
     told = {"Time": in_time(run.seconds)} | {
@@ -252,3 +220,20 @@ def settings(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, lis
 
 def _word(value: Any) -> str:
     return "–" if value is None else str(value)
+
+
+environment = templates_of("g2rpo.lab.report")
+environment.filters |= {
+    "fixed": fixed,
+    "quoted": lambda path: shlex.quote(str(path)),
+    "signed": signed,
+}
+environment.globals |= {
+    "advice": HELPS,
+    "first_group": first_group,
+    "key_mark": key_mark,
+    "states": states,
+    "summary": summary_of,
+    "version": __version__,
+}
+environment.tests["finite"] = math.isfinite

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
-from g2rpo.core.images import to_pil
+from g2rpo.core.images import read_inputs, to_pil
+from g2rpo.core.statistics import or_nan
+from g2rpo.core.types import Policy
 from g2rpo.lab.report.history import RunHistory, SeedGroup
 from g2rpo.train.evaluation.heldout import (
     SHOWN,
@@ -28,7 +29,15 @@ from g2rpo.train.evaluation.heldout import (
     right_of,
 )
 from g2rpo.train.first_group import ADVANTAGE
-from g2rpo.train.monitor.pictures import clip_of, figure, pil_of, read_png, read_webp, webp
+from g2rpo.train.monitor.pictures import (
+    clip_of,
+    figure,
+    pil_of,
+    read_png,
+    read_webp,
+    seconds_of,
+    webp,
+)
 
 MOST_EVALUATIONS, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
@@ -117,14 +126,9 @@ def given_to(folder: Path, index: int, size: int) -> str:
     return data_uri(read_png(path), size) if path.is_file() else ""
 
 
-def said(value: float | None) -> str:
-    """A score, or that there is none."""
-    return figure(math.nan if value is None else value)
-
-
 def _frame(path: Path, size: int, row: Row, config: Config) -> dict[str, Any]:
     picture, own = read_png(path), row["scores"]
-    scores = {name: said(own[name]) for name in config.rewards if name in own}
+    scores = {name: figure(or_nan(own[name])) for name in config.rewards if name in own}
     told = {"right": row.get("right"), "scores": scores, "shape": picture.size}
     uri, clip = data_uri(picture, size), clip_of(path)
     if clip.is_file():
@@ -160,7 +164,7 @@ def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[
             "right": rows[member].get("right"),
             "pictures": uris[member::count],
             "scores": {
-                name: " · ".join(said(row["scores"][name]) for row in rows[member::count])
+                name: " · ".join(figure(or_nan(row["scores"][name])) for row in rows[member::count])
                 for name in names
             },
             "advantage": advantages[member],
@@ -181,11 +185,17 @@ def clip_uri(frames: Sequence[Image.Image], milliseconds: int | list[int], size:
     return webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
 
 
-def picture_uri(image: Tensor, size: int, seconds: float) -> str:
-    """A picture [3, H, W], or a clip [T, 3, H, W] of so many seconds, likewise."""
+def picture_uri(image: Tensor, size: int, policy: Policy) -> str:
+    """A picture [3, H, W], or a clip [T, 3, H, W] of this policy, likewise."""
     if image.ndim == 4:
-        return clip_uri(to_pil(image), round(1000 * seconds / len(image)), size)
+        frames = len(image)
+        return clip_uri(to_pil(image), round(1000 * seconds_of(policy, frames) / frames), size)
     return data_uri(pil_of(image), size)
+
+
+def input_uris(prompt: str, size: int) -> list[str]:
+    """The input pictures of a prompt, likewise."""
+    return [data_uri(picture, size) for picture in read_inputs(prompt)]
 
 
 def _reduced(picture: Image.Image, size: int) -> Image.Image:

@@ -6,19 +6,18 @@ Importing this module imports Gradio.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from typing import Any
 
 from torch import Tensor
 
 from g2rpo.core.errors import RewardFailed, UserError, counted
-from g2rpo.core.images import read_inputs
 from g2rpo.core.statistics import percent
 from g2rpo.lab.page import ONE_AT_A_TIME, gr
 from g2rpo.lab.report.page import templates_of
-from g2rpo.lab.report.pictures import data_uri, picture_uri
+from g2rpo.lab.report.pictures import input_uris, picture_uri
 from g2rpo.lab.teach.session import FIRST_ANSWERS, Session
-from g2rpo.train.monitor.pictures import seconds_of
 
 USUAL_ANSWERS = 12
 """Answers of a session of usual length, which is the one that was measured (docs/teach.md)."""
@@ -48,9 +47,7 @@ document.addEventListener("keydown", event => {
 click."""
 
 environment = templates_of("g2rpo.lab.teach")
-environment.filters["input_uris"] = lambda prompt: [
-    data_uri(picture, SHOWN_SIDE) for picture in read_inputs(prompt)
-]
+environment.filters["input_uris"] = partial(input_uris, size=SHOWN_SIDE)
 
 
 def teach_view(session: Session, stop: Callable[[], None], tab: gr.Tab) -> None:
@@ -129,4 +126,4 @@ def status(session: Session, learning: bool) -> str:
 
 def _uri_of(session: Session, image: Tensor) -> str:
     """A picture or a clip within the page."""
-    return picture_uri(image, SHOWN_SIDE, seconds_of(session.trainer.policy, len(image)))
+    return picture_uri(image, SHOWN_SIDE, session.trainer.policy)
