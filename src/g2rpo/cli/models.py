@@ -93,14 +93,15 @@ def sample(
     asked = [Prompt(text, [str(path) for path in image or []]) for text in words]
     asked += read_prompts(prompt_file) if prompt_file else []
     settings = options.evaluation_settings(run, model, weights, base, guidance=guidance, size=size)
-    named = {
-        "strength": strength,
-        "steps": steps,
-        "seed": seed,
-        "batch_size": batch_size,
-        "video": video,
-    }
-    config = sample_config(settings, knob or [], **named)
+    config = sample_config(
+        settings,
+        knob or [],
+        strength=strength,
+        steps=steps,
+        seed=seed,
+        batch_size=batch_size,
+        video=video,
+    )
     sampled = draw(asked, config, out, partial(warn, console))
     beside = (
         f"the first {sampled.in_grid} side by side"

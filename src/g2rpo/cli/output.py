@@ -238,16 +238,11 @@ def fit_in_line(items: NamedValues, width: float) -> str:
     for count in range(len(items), 0, -1):
         more = [f"+{len(items) - count}"] if count < len(items) else []
         for longest in range(max(len(name) for name, _ in items), SHORTEST_NAME - 1, -1):
-            short = [
-                name if len(name) <= longest else name[: longest - 1] + "…"
-                for name, _ in items[:count]
+            shown = [
+                f"{name if len(name) <= longest else name[: longest - 1] + '…'} {value}"
+                for name, value in items[:count]
             ]
-            line = "  ".join(
-                [
-                    *(f"{name} {value}" for name, (_, value) in zip(short, items, strict=False)),
-                    *more,
-                ]
-            )
+            line = "  ".join([*shown, *more])
             if len(line) <= width:
                 return line
     return line if items else ""
@@ -261,8 +256,8 @@ def say_items(console: Console, head: str, items: NamedValues) -> None:
         item = f"  {name} {value}"
         if len(line) + len(item) > width and line.strip():
             say(console, line)
-            line = ""
-        line += f"  {item}" if not line else item
+            line = "  "
+        line += item
     say(console, line)
 
 

@@ -177,7 +177,7 @@ def _work_table(plan: Estimate) -> Table:
         row(f"pictures scored by {name}", COUNTS_OF_ITERATION["images"])
     times, judged = (
         counts.times_evaluated,
-        ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards]),
+        ", ".join(plan.config.all_rewards),
     )
     table.add_section()
     table.add_row("", "an evaluation", counted(times, "evaluation"))

@@ -7,7 +7,7 @@ import gc
 import json
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -16,12 +16,6 @@ from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.stopping import stoppable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from g2rpo.config.schema import Config
-    from g2rpo.train.build import Planned
 
 commands = typer.Typer()
 
@@ -78,26 +72,11 @@ def _train(
     settings = [*(overrides or []), *options.max_hours(within)]
     # loading is slow
     with stoppable("stopped before training began; the same command begins again") as stopping:
+        from g2rpo.lab.plan.plan import predict
         from g2rpo.train.command import train as run
 
         with Output() as emit:
-            run(
-                recipe,
-                settings,
-                run_dir,
-                stopping=stopping,
-                emit=emit,
-                predict=_predict,
-                **asked,
-            )
-
-
-def _predict(
-    config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]
-) -> Planned | None:
-    from g2rpo.lab.plan.plan import predict
-
-    return predict(config, ranks, prompts, heldout)
+            run(recipe, settings, run_dir, stopping=stopping, emit=emit, predict=predict, **asked)
 
 
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)

@@ -203,6 +203,16 @@ class Config(Section):
         return [name for name, entry in self.rewards.items() if entry.weight]
 
     @property
+    def all_rewards(self) -> RewardTable:
+        """Those in training, and the judges."""
+        return {**self.rewards, **self.evaluation.rewards}
+
+    @property
+    def judged_steps(self) -> int:
+        """The steps of judged pictures."""
+        return self.evaluation.num_steps or self.sampling.num_steps
+
+    @property
     def judged(self) -> PolicyConfig:
         """The policy with the size of judged pictures."""
         size = {

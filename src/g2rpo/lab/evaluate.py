@@ -57,15 +57,16 @@ def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> 
 
 def config_settings(config: Config) -> dict[str, Any]:
     """The same for the base model of a run of `config`."""
-    rewards = {**config.rewards, **config.evaluation.rewards}
     return {
         "policy": config.judged.model_dump(mode="json"),
         "prompts": config.evaluation.prompts,
         "num_prompts": config.evaluation.num_prompts,
         "cache": config.prompts.cache,
-        "rewards": {name: entry.model_dump(mode="json") for name, entry in rewards.items()},
+        "rewards": {
+            name: entry.model_dump(mode="json") for name, entry in config.all_rewards.items()
+        },
         "trained": config.trained,
-        "steps": [config.evaluation.num_steps or config.sampling.num_steps],
+        "steps": [config.judged_steps],
         "shift": config.sampling.shift,
         "seed": config.trainer.seed,
         **(

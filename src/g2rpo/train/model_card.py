@@ -223,9 +223,7 @@ def _call(config: Config, task: str, deployed: Mapping[str, Any] | None, more: s
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
         for name, value in further.items()
     )
-    steps = ", ".join(
-        [f"num_inference_steps={config.evaluation.num_steps or config.sampling.num_steps}", *named]
-    )
+    steps = ", ".join([f"num_inference_steps={config.judged_steps}", *named])
     length = config.policy.max_sequence_length
     tokens = f", max_sequence_length={length}" if length else ""
     image = 'image=load_image("in.png"), ' if task.startswith("image") else ""

@@ -57,9 +57,8 @@ class Cell:
 
     def judged(self, iteration: int) -> Judged:
         """The scores of the runs' own evaluations after an iteration."""
-        c = self.runs.config
-        steps, table = c.evaluation.num_steps or c.sampling.num_steps, self.runs.tables[iteration]
-        return {(steps, name): table[name] for name in self.runs.runs[0].rewards()}
+        steps, table = self.runs.config.judged_steps, self.runs.tables[iteration]
+        return {(steps, name): table[name] for name in self.runs.config.all_rewards}
 
     def curve(self, reward: str) -> list[Row]:
         """By evaluation what was spent, and the change of a reward from the base, over all seeds
@@ -177,7 +176,7 @@ def write_results(
     free = read_as(_WithControls, controls).controls if controls.is_file() else None
     curves = {
         reward: {cell: own.curve(reward) for cell, own in runs.items()}
-        for reward in every[0].rewards()
+        for reward in every[0].config.all_rewards
     }
     found = {
         "study": study.model_dump(mode="json"),

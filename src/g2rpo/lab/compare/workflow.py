@@ -138,7 +138,7 @@ class _Work:
         if not cells:
             return {}
         run, own = folder.run(cells[0], self.seeds[0]), self.configs[cells[0]]
-        steps = self.study.steps or [own.evaluation.num_steps or own.sampling.num_steps]
+        steps = self.study.steps or [own.judged_steps]
         jobs = []
         if controls:
             place, other = folder.judged("controls"), ("weights=", "--controls")

@@ -56,9 +56,7 @@ def demo(
         emit(Line(words))
 
     title = f"Run {run.resolve().name}" if run is not None else config.policy.path
-    say(
-        f"{title}: building the policy and {counted(len(config.rewards) + len(config.evaluation.rewards), 'reward')} ..."
-    )
+    say(f"{title}: building the policy and {counted(len(config.all_rewards), 'reward')} ...")
     model = open_model(config, weights, say, _heldout(config, say))
     log, (number, rule) = None, FIRST_PROMPT
     try:

@@ -71,7 +71,7 @@ def config_of_model(
 def check_demo(config: Config) -> None:
     """UserError for what can be known to be wrong before anything is loaded."""
     find_pipeline(config.policy)
-    check_rewards_alone({**config.rewards, **config.evaluation.rewards})
+    check_rewards_alone(config.all_rewards)
     refuse_all((fitting_plans,), named_rewards(config))
 
 

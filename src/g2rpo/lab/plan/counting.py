@@ -134,7 +134,7 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
         kinds=tuple((_known_iteration(config, plans), times) for plans, times in kinds.items()),
         prompts=prompts,
         heldout=heldout,
-        heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
+        heldout_steps=config.judged_steps,
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
         checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
     )
@@ -175,7 +175,7 @@ _KNOWN: dict[Any, CountedIteration] = {}
 
 def spread_evaluations(config: Config, heldout: int, times_evaluated: int) -> int:
     """`Counts.spread` of a run of `config` on `heldout` prompts."""
-    steps = config.evaluation.num_steps or config.sampling.num_steps
+    steps = config.judged_steps
     return spread_prompts(config, steps, heldout) * SPREAD_NOISES * steps * times_evaluated
 
 

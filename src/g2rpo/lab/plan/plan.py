@@ -187,9 +187,9 @@ def make_plan(
         counts = replace(counts, spread=math.ceil(spread / looking))
         with doing(f"tracing {config.policy.path}"):
             traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
-    table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
-    reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table.items()}
+    table = config.all_rewards.items()
+    reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table}
     memory = plan_memory(
         config,
         model,
@@ -257,7 +257,7 @@ class Planner:
         self._notes: list[str] = []
         note = self._notes.append
         self.config = completed(load_config(recipe, overrides, note), note)
-        check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
+        check_rewards(self.config.all_rewards)
         refuse(faults_of_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node)))
         refuse_all(SETTINGS, find_settings(self.config))
         self.heldout, self.distinct, self.text_tokens = self._count_prompts()

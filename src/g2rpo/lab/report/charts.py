@@ -106,7 +106,7 @@ def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
     charts = []
     trained = {name for group in groups for name in group.config.trained}
     refitted = {name for group in groups for run in group.runs for name in run.refitted()}
-    names = _union(group.runs[0].rewards() for group in groups)
+    names = _union(group.config.all_rewards for group in groups)
     for name in sorted(names, key=lambda name: name not in trained):
         lines = []
         for group in groups:

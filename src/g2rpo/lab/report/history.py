@@ -96,12 +96,10 @@ class RunHistory:
     def scores(self, iteration: int) -> dict[str, Tensor]:
         """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right
         pictures."""
-        self.files.read_scores(iteration, self.rewards(), self.heldout)  # refuses another table
+        self.files.read_scores(
+            iteration, self.config.all_rewards, self.heldout
+        )  # refuses another table
         return values_of(read_rows(self.files.scores(iteration)))
-
-    def rewards(self) -> list[str]:
-        """Every reward: the trained ones first."""
-        return [*self.config.rewards, *self.config.evaluation.rewards]
 
     def refitted(self) -> list[str]:
         """The trained rewards whose head is fitted again and again during the run."""

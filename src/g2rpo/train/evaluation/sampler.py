@@ -189,9 +189,9 @@ def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tenso
 
 def sampler_of(config: Config, policy: Policy, **options: Any) -> Sampler:
     """The sampler of the evaluations of a run of `config`."""
-    steps = config.evaluation.num_steps or config.sampling.num_steps
-    given = {"seed": config.trainer.seed, "size": config.judged_size, **options}
-    return Sampler(policy=policy, shift=config.sampling.shift, num_steps=steps, **given)
+    steps, seed, size = config.judged_steps, config.trainer.seed, config.judged_size
+    given = {"num_steps": steps, "seed": seed, "size": size, **options}
+    return Sampler(policy=policy, shift=config.sampling.shift, **given)
 
 
 class Drawing(Section):
