@@ -3,7 +3,7 @@ step counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from g2rpo.lab.sample import tune
 from g2rpo.models.blueprint import blueprint_of
 from g2rpo.models.load import find_pipeline, load_pipeline
 from g2rpo.models.pipeline_files import check_weights
-from g2rpo.rewards.catalogue import RewardTable, find_rewards
+from g2rpo.rewards.catalogue import find_rewards
 from g2rpo.train.checks import check_rewards_alone
 from g2rpo.train.consistency import faults_of_clips
 from g2rpo.train.evaluation.controls import default_controls
@@ -57,7 +57,7 @@ def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> 
 
 def config_settings(config: Config) -> dict[str, Any]:
     """The same for the base model of a run of `config`."""
-    return {
+    settings = {
         "policy": config.judged.model_dump(mode="json"),
         "prompts": config.evaluation.prompts,
         "num_prompts": config.evaluation.num_prompts,
@@ -69,12 +69,10 @@ def config_settings(config: Config) -> dict[str, Any]:
         "steps": [config.judged_steps],
         "shift": config.sampling.shift,
         "seed": config.trainer.seed,
-        **(
-            {"batch_size": config.sampling.batch_size}
-            if config.sampling.batch_size != "auto"
-            else {}
-        ),
     }
+    if config.sampling.batch_size != "auto":
+        settings["batch_size"] = config.sampling.batch_size
+    return settings
 
 
 def model_settings(model: str, size: int | None, guidance: float | None) -> dict[str, Any]:
@@ -97,15 +95,6 @@ def rewards_named(names: str) -> dict[str, Any]:
             f"--rewards {code}: is code; write {line} in a YAML file, and allow it by --plugin"
         )
     return {name: {} for name in named}
-
-
-def reward_table(rewards: Mapping[str, Any]) -> RewardTable:
-    """The checked configs of `rewards_named`."""
-    return resolve_as(_Rewards, {"rewards": dict(rewards)}, source="--rewards").rewards
-
-
-class _Rewards(Section):
-    rewards: RewardTable
 
 
 def step_counts(text: str) -> list[int]:

@@ -74,15 +74,15 @@ def sample_config(
     None, with `knobs`, each KEY=VALUE of a `Control`. UserError for the best of several pictures
     without a reward that chooses it."""
     control = resolve_as(Control, {}, knobs, "--knob")
-    first = {**settings, "steps": settings["steps"][0]} if "steps" in settings else dict(settings)
+    given = {**settings, "control": control}
+    if "steps" in settings:
+        given["steps"] = settings["steps"][0]
+    given |= {key: value for key, value in named.items() if value is not None}
     if control.best_of == 1:
-        first.pop("rewards", None)
-    elif not first.get("rewards"):
+        given["rewards"] = {}
+    elif not given.get("rewards"):
         raise UserError("--knob best_of: the rewards of a run choose the best picture; name a run")
-    given = {**first, **{key: value for key, value in named.items() if value is not None}}
-    own = {key: value for key, value in given.items() if key in SampleConfig.model_fields} | {
-        "control": control
-    }
+    own = {key: given[key] for key in given.keys() & SampleConfig.model_fields.keys()}
     return resolve_as(SampleConfig, own, source="sample")
 
 

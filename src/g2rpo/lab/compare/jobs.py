@@ -19,7 +19,7 @@ from typing import Any
 
 from g2rpo.core import plugins
 from g2rpo.core.devices import usable_cores
-from g2rpo.core.events import Emit, Line, doing, silent
+from g2rpo.core.events import Emit, Line, cautions, doing, silent
 from g2rpo.core.files import open_regular
 from g2rpo.core.stopping import stoppable
 from g2rpo.train.run.lock import held
@@ -171,5 +171,5 @@ def environment_of(slot: int, count: int) -> dict[str, str]:
 def working(out: Path, count: int, emit: Emit = silent) -> Iterator[Workers]:
     """`count` workers for the study in `out`, of which there is one at a time. Ctrl-C and SIGTERM
     end the jobs too, which save first."""
-    with held(out), stoppable(STOPPED):
+    with held(out, cautions(emit)), stoppable(STOPPED):
         yield Workers(count, emit)

@@ -21,7 +21,7 @@ from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval, interval_of_scores, paired
 from g2rpo.lab.compare.study import Study, StudyDirectory
 from g2rpo.lab.judging import EvaluationDirectory, JudgedSteps
-from g2rpo.lab.report.history import RunHistory, SeedGroup, read_runs
+from g2rpo.lab.report.history import RunHistory, SeedGroup, mean, read_runs
 from g2rpo.lab.untrained import Controls, Way
 from g2rpo.train.evaluation.heldout import read_rows, scores_of
 from g2rpo.train.monitor.curves import CurveLine, Panel, save_figure, small_multiples
@@ -32,38 +32,34 @@ Judged = Mapping[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(SeedGroup):
     """The finished runs of a cell, by training seed."""
-
-    runs: SeedGroup
 
     @cached_property
     def spent(self) -> dict[int, dict[str, float]]:
         """By iteration, after which it was evaluated, what a run had cost until then, a mean over
         seeds: network evaluations (`config.work`), pictures, and seconds without evaluations."""
-        told = [_spent(run) for run in self.runs.runs]
+        told = [_spent(run) for run in self.runs]
         return {
-            iteration: {
-                kind: sum(own[iteration][kind] for own in told) / len(told) for kind in cost
-            }
+            iteration: {kind: mean(own[iteration][kind] for own in told) for kind in cost}
             for iteration, cost in told[0].items()
         }
 
     @property
     def cost(self) -> dict[str, Any]:
         """The mean cost of a run."""
-        rate, iterations = self.runs.config.optim.learning_rate, max(self.spent)
+        rate, iterations = self.config.optim.learning_rate, max(self.spent)
         return {"learning_rate": rate, "iterations": iterations, **self.spent[iterations]}
 
     def judged(self, iteration: int) -> Judged:
         """The scores of the runs' own evaluations after an iteration."""
-        steps, table = self.runs.config.judged_steps, self.runs.tables[iteration]
-        return {(steps, name): table[name] for name in self.runs.config.all_rewards}
+        table = self.tables[iteration]
+        return {(self.config.judged_steps, name): table[name] for name in self.config.all_rewards}
 
-    def curve(self, reward: str) -> list[Row]:
+    def course(self, reward: str) -> list[Row]:
         """By evaluation what was spent, and the change of a reward from the base, over all seeds
         and their common held-out prompts."""
-        base = self.runs.tables[0][reward]
+        base = self.tables[0][reward]
         return [
             {
                 "iteration": iteration,
@@ -71,7 +67,7 @@ class Cell:
                 "seconds": self.spent[iteration]["seconds"],
                 "change": paired(base, table[reward]).change,
             }
-            for iteration, table in self.runs.tables.items()
+            for iteration, table in self.tables.items()
         ]
 
 
@@ -79,14 +75,11 @@ def _spent(run: RunHistory) -> dict[int, dict[str, float]]:
     total, found = {"evaluations": 0.0, "pictures": 0.0, "seconds": 0.0}, {}
     for row in run.rows:
         if row["kind"] == "eval":
-            found[row["iteration"]] = total
-            continue
-        spent = work(run.config, row["iteration"] - 1, row["evaluations"])
-        total = {
-            "evaluations": total["evaluations"] + spent,
-            "pictures": total["pictures"] + row["images"],
-            "seconds": total["seconds"] + row["seconds"],
-        }
+            found[row["iteration"]] = dict(total)
+        else:
+            total["evaluations"] += work(run.config, row["iteration"] - 1, row["evaluations"])
+            total["pictures"] += row["images"]
+            total["seconds"] += row["seconds"]
     return found
 
 
@@ -102,7 +95,7 @@ def read_cell(folders: Sequence[Path]) -> Cell:
             )
         for iteration in looks:
             run.scores(iteration)
-    return Cell(SeedGroup(tuple(runs)))
+    return Cell(tuple(runs))
 
 
 def read_judged(folder: Path) -> Judged:
@@ -154,7 +147,7 @@ def write_results(
     """Writes results.json, results.md and curves.png of these `cells`, whose runs and evaluations
     are finished. `trained` are the rewards that are trained on."""
     runs = {cell: read_cell([folder.run(cell, seed).path for seed in seeds]) for cell in cells}
-    every = [run for cell in runs.values() for run in cell.runs.runs]
+    every = [run for cell in runs.values() for run in cell.runs]
     _check_alike({run.files.path: run.heldout for run in every})
     if study.steps:
         base_path = folder.judged("base").path
@@ -175,7 +168,7 @@ def write_results(
     controls = folder.judged("controls").results
     free = read_as(_WithControls, controls).controls if controls.is_file() else None
     curves = {
-        reward: {cell: own.curve(reward) for cell, own in runs.items()}
+        reward: {cell: own.course(reward) for cell, own in runs.items()}
         for reward in every[0].config.all_rewards
     }
     found = {

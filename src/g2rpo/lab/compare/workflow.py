@@ -188,17 +188,9 @@ def judging_job(
     if not folder.unfinished:
         return None
     counts = ",".join(map(str, steps))
-    arguments = [
-        "evaluate",
-        str(run.path),
-        "--steps",
-        counts,
-        "--out",
-        str(folder.path),
-        f"seed={NOISE}",
-        *settings,
-    ]
-    return Job(f"judging {name}", tuple(arguments), folder.path.with_suffix(".log"))
+    own = "--steps", counts, "--out", str(folder.path), f"seed={NOISE}", *settings
+    log = folder.path.with_suffix(".log")
+    return Job(f"judging {name}", ("evaluate", str(run.path), *own), log)
 
 
 def run_overrides(config: Config, seed: int, iterations: int) -> list[str]:

@@ -23,7 +23,7 @@ from g2rpo.core.images import check_counts
 from g2rpo.core.plans import Plan
 from g2rpo.core.rewards import Reward
 from g2rpo.data.testbed import knows, why_unknown
-from g2rpo.lab.evaluate import model_settings, reward_table
+from g2rpo.lab.evaluate import model_settings
 from g2rpo.lab.report.history import model_name
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.load import build_policy, find_pipeline, load_weights
@@ -59,13 +59,13 @@ def config_of_model(
 ) -> Config:
     """The config of a pipeline: an embedded one has its recipe, any other `MODEL_ALONE`. `rewards`
     replace all others."""
-    policy, table = model_settings(model, size, guidance)["policy"], reward_table(rewards or {})
-    config = load_config(RECIPES[model], []) if model in RECIPES else None
-    settings = MODEL_ALONE if config is None else config.model_dump(mode="json", exclude={"policy"})
-    config = resolve({**settings, "policy": policy}, source="--model")
-    if not table:
-        return config
-    return config.changed("evaluation", rewards={}).model_copy(update={"rewards": table})
+    settings: dict[str, Any] = MODEL_ALONE
+    if model in RECIPES:
+        settings = load_config(RECIPES[model], []).model_dump(mode="json")
+    own = model_settings(model, size, guidance)
+    if rewards:
+        own |= {"rewards": rewards, "evaluation": {**settings["evaluation"], "rewards": {}}}
+    return resolve({**settings, **own}, source="the demo")
 
 
 def check_demo(config: Config) -> None:
