@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from huggingface_hub import file_exists, hf_hub_download
 from pydantic import AfterValidator, BaseModel, Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -177,9 +177,21 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
             if not (part / "config.json").is_file():
                 yield f"{name}/config.json is missing"
             files, why = _weights_of(part)
-            yield from (f"{name}/{file.name} is missing" for file in files if not file.is_file())
+            faults = {file.name: _fault_of_weights(file) for file in files}
+            yield from (f"{name}/{file} {fault}" for file, fault in faults.items() if fault)
             if not files:
                 yield f"{name}/ {why}"
+
+
+def _fault_of_weights(file: Path) -> str:
+    """What is wrong with a file of weights, by its header; "" for nothing."""
+    if not file.is_file():
+        return "is missing"
+    try:
+        with safe_open(file, "pt"):
+            return ""
+    except SafetensorError as error:
+        return f"is cut short or damaged ({error})"
 
 
 def weight_files(folder: Path) -> list[Path]:
