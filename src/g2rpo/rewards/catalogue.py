@@ -217,12 +217,7 @@ def find_reward(key: str, entry: RewardConfig) -> RewardKind:
         made = plugins.find_class("rewards", entry.kind, REWARDS)
         found = RewardKind(key, entry, made)
         plugins.require_all(_code_options(found))
-        call = (
-            any("__call__" in vars(base) for base in made.__mro__)
-            if isinstance(made, type)
-            else callable(made)
-        )
-        if not call:
+        if "__call__" not in dir(made):  # `callable` is true of every class
             raise UserError(f"{entry.kind}: is no reward, it has no __call__(images, prompts)")
         return found
     except plugins.CodeNotAllowed:

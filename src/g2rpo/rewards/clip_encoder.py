@@ -4,9 +4,9 @@ open_clip's files."""
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -66,10 +66,10 @@ class ClipEncoder:
         clean: Callable[[str], str] | None = None,
     ) -> None:
         self.scale = float(model.logit_scale.exp())  # bfloat16 would round 100 to 98.9
-        self.model = model.to(device=device, dtype=parse_dtype(dtype)).requires_grad_(False).eval()
-        self.tokenizer, self.preprocess, self.clean = tokenizer, preprocess, clean
         self.device, self.dtype = torch.device(device), parse_dtype(dtype)
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self.model = model.to(device=device, dtype=self.dtype).requires_grad_(False).eval()
+        self.tokenizer, self.preprocess, self.clean = tokenizer, preprocess, clean
+        self._kept = lru_cache(TEXT_CACHE_SIZE)(self._text_feature)
         vocabulary = self.model.config.text_config.vocab_size
         if tokenizer is not None and len(tokenizer) > vocabulary:
             raise ValueError(
@@ -90,15 +90,11 @@ class ClipEncoder:
         Each is encoded alone: in a batch its rounding would depend on which others are new, which
         differs in a run that is resumed.
         """
-        for prompt in dict.fromkeys(p for p in prompts if p not in self._cache):
-            ids = self.token_ids([prompt]).to(self.device)
-            self._cache[prompt] = _unit(self.model.get_text_features(input_ids=ids))[0]
-        rows = torch.stack([self._cache[p] for p in prompts])
-        for prompt in dict.fromkeys(prompts):
-            self._cache.move_to_end(prompt)
-        while len(self._cache) > TEXT_CACHE_SIZE:
-            self._cache.popitem(last=False)
-        return rows
+        return torch.stack([self._kept(prompt) for prompt in prompts])
+
+    def _text_feature(self, prompt: str) -> Tensor:
+        ids = self.token_ids([prompt]).to(self.device)
+        return _unit(self.model.get_text_features(input_ids=ids))[0]
 
     def crop_as_torchvision(self) -> None:
         """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files

@@ -44,7 +44,7 @@ class Dino:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Of the whole pictures [B, D], and of their patches [B, N, D]."""
-        pixels = self.preprocess(images.cpu()).to(self.device, self.model.dtype)
+        pixels = self.preprocess(images).to(self.device, self.model.dtype)
         states = self.model(pixel_values=pixels).last_hidden_state.float()
         first = 1 + getattr(self.model.config, "num_register_tokens", 0)
         picture, patches = torch.nn.functional.normalize(states, dim=-1).split(

@@ -117,11 +117,7 @@ class QwenReward(PictureReward):
             for name, value in state.items()
             if name.startswith(("visual.", "language_model."))
         }
-        rest = {
-            name: value
-            for name, value in state.items()
-            if name not in body and name != "lm_head.weight"
-        }
+        rest = {name: state[name] for name in state.keys() - body.keys() - {"lm_head.weight"}}
         make, width = self.classes()[1], config.text_config.hidden_size
         model = build_module(
             lambda: _with_frequencies(make(config)), body, self.name, file, published

@@ -199,11 +199,10 @@ class RemoteReward(PictureReward):
         size = self.per_request
         parts = [(images[i : i + size], prompts[i : i + size]) for i in range(0, len(images), size)]
         answers = self.client.ask("/score", RemoteScores, parts, _body, self._read)
-        unscored = [torch.full((len(asked),), torch.nan) for _, asked in parts]
         return torch.cat(
             [
-                none if scores is None else scores
-                for scores, none in zip(answers, unscored, strict=True)
+                torch.full((len(asked),), torch.nan) if scores is None else scores
+                for scores, (_, asked) in zip(answers, parts, strict=True)
             ]
         )
 

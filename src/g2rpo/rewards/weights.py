@@ -29,10 +29,9 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """torch.float32, float16 or bfloat16, given itself or its name; ValueError for anything
     else."""
-    named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    value = named.get(dtype) if isinstance(dtype, str) else dtype
-    if value is None or value not in named.values():
-        raise ValueError(f"dtype must be one of {', '.join(named)}, got {shown(dtype)}")
+    if (name := str(dtype).removeprefix("torch.")) not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"dtype must be one of float32, float16, bfloat16, got {shown(dtype)}")
+    value: torch.dtype = getattr(torch, name)
     return value
 
 
