@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import LocalEntryNotFoundError
 from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from g2rpo.rewards.open_clip import (
 )
 from g2rpo.rewards.pixels import Preprocess
 from g2rpo.rewards.weights import (
-    MissingFile,
+    CLIP_FILES,
     build_module,
     check_config,
     fetch,
@@ -40,7 +38,6 @@ from g2rpo.rewards.weights import (
 )
 
 TEXT_CACHE_SIZE = 1024
-_TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
@@ -153,7 +150,8 @@ def load_clip(
     published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing
     or does not fit.
     """
-    own, clean = (_open_clip, clean_prompt) if _has_open_clip(path) else (_transformers_clip, None)
+    open_clip = fetch(path, *CLIP_FILES).name == CLIP_FILES[0]
+    own, clean = (_open_clip, clean_prompt) if open_clip else (_transformers_clip, None)
     model, described = own(path)
     words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
     made = described() if preprocess is None else preprocess(model.config.vision_config.image_size)
@@ -242,22 +240,6 @@ def load_clip_tokenizer(source: str | Path) -> Any:
             "has one with tokenizer=, for example laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
         )
     return transformers.CLIPTokenizerFast.from_pretrained(str(folder))
-
-
-def _has_open_clip(path: str | Path) -> bool:
-    """Whether there are open_clip files; FileNotFoundError if the place does not exist or cannot be
-    reached."""
-    try:
-        return fetch(path, "open_clip_config.json").is_file()
-    except MissingFile:
-        return False
-    except LocalEntryNotFoundError:  # without the hub: whatever of the two is in its cache
-        if any(
-            isinstance(try_to_load_from_cache(str(path), name), str)
-            for name in _TRANSFORMERS_WEIGHTS
-        ):
-            return False
-        raise
 
 
 class _Square(BaseModel):

@@ -29,7 +29,7 @@ from g2rpo.rewards.geneval_scoring import (
     partial_score,
 )
 from g2rpo.rewards.pixels import TargetReward
-from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype, place_of, pretrained
+from g2rpo.rewards.weights import CLIP_FILES, parse_dtype, place_of, pretrained
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
 """uint8 pictures [B, 3, H, W] -> the objects in each. With an attribute `labels`, the classes,
@@ -202,7 +202,6 @@ class TransformersDetector:
     ) -> None:
         from transformers import AutoConfig, AutoImageProcessor
 
-        check_config(path)
         place = place_of(path)
         model = pretrained(_kind(path, AutoConfig.from_pretrained(place)), path)
         self.device, self.dtype, self.least = torch.device(device), parse_dtype(dtype), least

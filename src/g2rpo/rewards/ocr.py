@@ -160,7 +160,8 @@ class OCR(TargetReward):
         return "".join(found.txts or ())
 
 
-def load_engine(width: int = 320) -> Any:
+@cache
+def load_engine(width: int) -> Any:
     """RapidOCR with sessions of one thread and without log output; UserError if it is not
     installed."""
     for library in OCR.libraries:
@@ -170,11 +171,6 @@ def load_engine(width: int = 320) -> Any:
             raise UserError(
                 f"the reward ocr needs {library}: pip install {' '.join(OCR.libraries)}"
             ) from error
-    return _engine(width)
-
-
-@cache
-def _engine(width: int) -> Any:
     from rapidocr import RapidOCR
 
     threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}

@@ -78,16 +78,12 @@ def config_in(path: str | Path) -> Any:
     return AutoConfig.from_pretrained(place_of(path))
 
 
-class MissingFile(FileNotFoundError):
-    """The folder or repository exists but lacks the file."""
-
-
 def fetch(path: str | Path, *names: str) -> Path:
     """The first of the files `names` that a local folder or a Hugging Face repository id holds;
     `path` itself if a file.
 
-    Raises `MissingFile` if it holds none of them, and another FileNotFoundError if there is no such
-    place or the repository cannot be asked and is not in the cache.
+    Raises FileNotFoundError if it holds none of them, if there is no such place, or if the repository
+    cannot be asked and is not in the cache.
     """
     place = local(path)
     if os.path.isfile(place):  # unlike Path.is_file, it does not raise for names that are too long
@@ -97,7 +93,7 @@ def fetch(path: str | Path, *names: str) -> Path:
             if (place / name).is_file():
                 return place / name
         held = ", ".join(sorted(p.name for p in place.iterdir())[:12]) or "nothing"
-        raise MissingFile(f"{place} has no {' or '.join(names)}; it holds {held}")
+        raise FileNotFoundError(f"{place} has no {' or '.join(names)}; it holds {held}")
     if not is_hub_id(str(path)):
         raise FileNotFoundError(
             f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)"
@@ -121,7 +117,7 @@ def _download(repository: str, names: tuple[str, ...]) -> Path:
             continue
     if unreachable is not None:
         raise unreachable
-    raise MissingFile(f"the repository {repository} has no {' or '.join(names)}")
+    raise FileNotFoundError(f"the repository {repository} has no {' or '.join(names)}")
 
 
 def _whole(path: object) -> AbstractContextManager[None]:
