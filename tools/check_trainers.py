@@ -285,7 +285,22 @@ def check(case: Case, file: Path) -> tuple[float, float]:
     pipeline = next(
         getattr(diffusers, spec.pipeline_class) for spec in SPECS.values() if spec.comfyui is names
     )
-    return read, difference(case, model, read_adapter(file, pipeline), before)
+    found = read_adapter(file, pipeline, with_modules(case.kind, matrices))
+    return read, difference(case, model, found, before)
+
+
+def with_modules(kind: str, matrices: Weights) -> nn.Module:
+    """A module of a class of that name with linear modules of these names and sizes."""
+    whole = type(kind, (nn.Module,), {})()
+    for name, value in matrices.items():
+        *above, own = name.split(".")
+        parent = whole
+        for each in above:
+            if not hasattr(parent, each):
+                parent.add_module(each, nn.Module())
+            parent = getattr(parent, each)
+        parent.add_module(own, nn.Linear(value.shape[1], value.shape[0], device="meta"))
+    return whole
 
 
 def difference(case: Case, model: nn.Module, adapter: Adapter, before: Weights) -> float:

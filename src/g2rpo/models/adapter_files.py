@@ -72,10 +72,10 @@ def read_adapter(
     transformer: nn.Module | None = None,
     names: ComfyUI | None = None,
 ) -> Adapter:
-    """The adapter in a safetensors file with the names of diffusers or peft, or with those that the
-    LoRA loader of `pipeline`, a class of diffusers, converts, or with other programs' `names` of
-    `transformer` (None: those that are known). Known prefixes are taken off where the names then
-    fit it.
+    """The adapter in a safetensors file with the names of diffusers or peft. For a `transformer`
+    known prefixes are taken off where the names then fit it, and it may have those that the LoRA
+    loader of `pipeline`, a class of diffusers, converts, or other programs' `names` (None: those
+    that are known).
 
     UserError for a file that is no LoRA of a transformer, for one whose scale or base is another
     than it says, and for names that do not fit.
@@ -96,20 +96,21 @@ def read_adapter(
                 pair.down: (_float32(tensors, pair.down), _float32(tensors, pair.up))
                 for pair in pairs
             }
-        )
+        ).layers
         scales = {
-            pair.down: _scale_of(pair, len(read.layers[pair.down][0]), tensors, config)
-            for pair in pairs
+            pair.down: _scale_of(pair, len(read[pair.down][0]), tensors, config) for pair in pairs
         }
-        scaled = Adapter(
-            {name: (down, up * scales[name]) for name, (down, up) in read.layers.items()}
-        )
-        layers = _with_own_names(
-            path, pairs, list(scaled.layers.values()), pipeline, transformer, names
-        )
-        if set(scales.values()) != {1.0}:  # the config says a scale that is now in the weights
+        scaled = Adapter({name: (down, up * scales[name]) for name, (down, up) in read.items()})
+        factors = list(scaled.layers.values())
+        if transformer is None:
+            modules = (pair.module.removeprefix(PEFT).removeprefix(PREFIX) for pair in pairs)
+            layers: Mapping[str, Factors] = dict(zip(modules, factors, strict=True))
+        else:
+            layers = _with_own_names(path, pairs, factors, pipeline, transformer, names)
+        distinct = {*scales.values()}
+        if distinct != {1.0}:  # the config says a scale that is now in the weights
             metadata.pop(CONFIG, None)
-        scale = scales[pairs[0].down] if len(set(scales.values())) == 1 else 1.0
+        scale = distinct.pop() if len(distinct) == 1 else 1.0
         return Adapter(layers, metadata, header.own_scale or scale)
 
 
@@ -198,23 +199,13 @@ def _with_own_names(
     pairs: Sequence[Pair],
     layers: Sequence[Factors],
     pipeline: Any,
-    transformer: nn.Module | None,
+    transformer: nn.Module,
     others: ComfyUI | None,
 ) -> Mapping[str, Factors]:
-    """The factors of these pairs by a module's name in diffusers."""
-    modules = [pair.module for pair in pairs]
-    if transformer is None and (
-        pipeline is None or all(module.startswith((PREFIX, PEFT)) for module in modules)
-    ):
-        return dict(
-            zip(
-                (module.removeprefix(PEFT).removeprefix(PREFIX) for module in modules),
-                layers,
-                strict=True,
-            )
-        )
-    own = None if transformer is None else patterns_of(shapes_in(transformer))
-    found = [None if own is None else in_model(module, own) for module in modules]
+    """The factors of these pairs by the names of the transformer's modules; UserError if these are
+    not found."""
+    modules, own = [pair.module for pair in pairs], patterns_of(shapes_in(transformer))
+    found = [in_model(module, own) for module in modules]
     if None not in found:
         for name, count in Counter(found).items():
             if count > 1:
@@ -223,22 +214,17 @@ def _with_own_names(
                 )
         return dict(zip(map(str, found), layers, strict=True))
     converted, why = _converted(pairs, layers, pipeline, own)
-    if converted is None and transformer is not None:
-        converted = by_original_names(modules, layers, transformer, others)
-    if converted is None and transformer is not None:
-        names = [name or module for name, module in zip(found, modules, strict=True)]
-        check_fit(str(path), Adapter(dict(zip(names, layers, strict=True))), transformer, why)
     if converted is None:
-        first = ", ".join(pair.down for pair in pairs[:2])
-        kind = getattr(pipeline, "__name__", "model without a class of diffusers")
-        raise ValueError(
-            f"is in no format that diffusers reads for a {kind} (its first names are {first}). {why}"
-        )
+        converted = by_original_names(modules, layers, transformer, others)
+    if converted is None:
+        names = [name or module for name, module in zip(found, modules, strict=True)]
+        converted = dict(zip(names, layers, strict=True))
+        check_fit(str(path), Adapter(converted), transformer, why)
     return converted
 
 
 def _converted(
-    pairs: Sequence[Pair], layers: Sequence[Factors], pipeline: Any, own: Mapping[str, str] | None
+    pairs: Sequence[Pair], layers: Sequence[Factors], pipeline: Any, own: Mapping[str, str]
 ) -> tuple[Mapping[str, Factors] | None, str]:
     """The factors by diffusers' names, by the converters of a pipeline's own LoRA loader; None if
     these do not read all of the names, with or without prefixes, and what they say of the names as
@@ -267,7 +253,7 @@ def _converted(
             continue
         kept = {float(value) for down, _ in seen.values() for value in down.flatten(1)[:, 0]}
         left = [pair.down for mark, pair in enumerate(pairs, 1) if mark not in kept]
-        if not left and (own is None or all(in_model(name, own) == name for name in found)):
+        if not left and all(in_model(name, own) == name for name in found):
             return found, ""
         said.append(f"diffusers leaves {left[0]} out" if left else "")
     return None, said[0]
