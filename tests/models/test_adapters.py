@@ -23,13 +23,13 @@ from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.export import tensors_for
 from g2rpo.models.adapter_files import FLOATS, HARMLESS, PeftConfig, read_adapter
 from g2rpo.models.adapters import DOWN, PREFIX, UP, Adapter, endings
-from g2rpo.models.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
+from g2rpo.models.blueprint import build_shallow, read_blueprint, size_of
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.hub import find_adapter
 from g2rpo.models.meta import on_meta
 from tests.support.adapters import fused, random_adapter, random_pairs, write
 from tests.support.commands import done, g2rpo, refused
-from tests.support.policies import guided_by, moved, policy_of, velocity
+from tests.support.policies import build_on_meta, guided_by, moved, policy_of, velocity
 from tests.support.tiny import flux_pipeline
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.tolerances import network, rounding

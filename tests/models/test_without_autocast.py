@@ -7,13 +7,14 @@ import torch
 from g2rpo.core.data import Prompt
 from g2rpo.core.noise import generator_for
 from g2rpo.lab.check_model import drawn_by
-from g2rpo.models.blueprint import build_on_meta, read_blueprint, size_of
+from g2rpo.models.blueprint import read_blueprint, size_of
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.load import build_policy
 from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import read_pipeline
 from tests.support import policies
+from tests.support.policies import build_on_meta
 from tests.support.tiny_pipelines import tiny_pipeline
 from tests.support.variants import few
 

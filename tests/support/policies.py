@@ -5,7 +5,9 @@ import torch
 
 from g2rpo.core.noise import generator_for
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import built_on_meta
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.meta import on_meta
 from g2rpo.models.modular import pipeline_class
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import read_pipeline
@@ -43,6 +45,13 @@ def load(folder, tuning="lora", *, dtype=torch.float32, **options):
     name = diffusers.DiffusionPipeline.load_config(str(folder))["_class_name"]
     pipeline = read_pipeline(pipeline_class(name), folder, dtype, tuning)
     return policy_of(pipeline, tuning, dtype=dtype, **options)
+
+
+def build_on_meta(blueprint, config):
+    """That of a run, whole, without weights."""
+    return built_on_meta(
+        blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()}
+    )
 
 
 def guided_by(policy):

@@ -75,15 +75,9 @@ def blueprint_of(found: Pipeline) -> Blueprint:
         for name, (library, kind) in models.items()
         if library is not None
     }
-    words = (
-        read_file(path, "tokenizer/tokenizer_config.json", download=True)
-        if "tokenizer" in index
-        else {}
-    )
-    scheduler = (
-        read_file(path, "scheduler/scheduler_config.json", download=True)
-        if "scheduler" in index
-        else {}
+    words, scheduler = (
+        read_file(path, f"{part}/{part}_config.json", download=True) if part in index else {}
+        for part in ("tokenizer", "scheduler")
     )
     clip_tokens = min(words.get("model_max_length", 77), LARGEST_NUMBER)  # some say 10^30
     return Blueprint(kind, parts, clip_tokens, options_in(index), scheduler=scheduler)
@@ -98,17 +92,9 @@ def published(path: str, kind: str | None = None) -> Blueprint | None:
     return Blueprint(spec.pipeline_class, model.parts, options=model.options)
 
 
-def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:
-    """The policy that a run of `config` would build, on the meta device. UserError for a size or
-    option it refuses."""
-    return _built(
-        blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()}
-    )
-
-
 def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[DiffusersPolicy, list[int]]:
-    """The same without text encoders and with two blocks of every kind, and how many blocks each of
-    these represents."""
+    """`built_on_meta` without text encoders and with two blocks of every kind, and how many blocks
+    each of these represents."""
     modules = {
         name: on_meta(part)
         for name, part in blueprint.parts.items()
@@ -120,7 +106,7 @@ def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[Diffusers
         return f".{module}".endswith(ends)
 
     times = keep_two_blocks(modules["transformer"], changed)
-    return _built(blueprint, config, modules), times
+    return built_on_meta(blueprint, config, modules), times
 
 
 class _Anything:
@@ -139,9 +125,11 @@ class _Anything:
         return 0
 
 
-def _built(
+def built_on_meta(
     blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]
 ) -> DiffusersPolicy:
+    """The policy that a run of `config` would build of `modules` without weights. UserError for a
+    size or option that it refuses."""
     import diffusers
 
     made = pipeline_class(blueprint.kind)

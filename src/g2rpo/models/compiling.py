@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,13 +55,10 @@ class Compiled:
                 self.notify(f"{kind} has a break in its graph: {_first_line(why)}")
             if counters["stats"]["unique_graphs"] > graphs:
                 took = time.perf_counter() - began
-                self.notify(f"{kind} is compiled in {took:.0f} s{''.join(_again())}")
-
-
-def _again() -> Iterator[str]:
-    """Why the last graph could not be an earlier one; nothing for a first."""
-    if (why := get_compilation_metrics()[-1].recompile_reason) is not None:
-        yield f", again: {_first_line(why).partition('  #')[0]}"
+                # why it could not be an earlier graph
+                why = get_compilation_metrics()[-1].recompile_reason
+                again = f", again: {_first_line(why).partition('  #')[0]}" if why else ""
+                self.notify(f"{kind} is compiled in {took:.0f} s{again}")
 
 
 def _first_line(said: object) -> str:

@@ -106,15 +106,17 @@ def _of_blocks(kind: Any) -> Any:
             cls, path: str, dtype: Mapping[str, torch.dtype], **options: Any
         ) -> Any:
             """Of a folder or hub repository that has the parts in its index in folders of their names."""
-            made, read, index = cls(), {}, parts_in(read_index(path, download=True))
-            for name, part in made._component_specs.items():
-                if name in index:
-                    read[name] = part.load(
-                        pretrained_model_name_or_path=path,
-                        subfolder=name,
-                        dtype=dtype.get(name, dtype["default"]),
-                        **options,
-                    )
+            made, index = cls(), parts_in(read_index(path, download=True))
+            read = {  # `load_components` would leave out what cannot be loaded
+                name: part.load(
+                    pretrained_model_name_or_path=path,
+                    subfolder=name,
+                    dtype=dtype.get(name, dtype["default"]),
+                    **options,
+                )
+                for name, part in made._component_specs.items()
+                if name in index
+            }
             made.register_components(**read)
             return made
 

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_other
 from g2rpo.core.plain import refuse_hub_kernels
+from g2rpo.models import hub
 from g2rpo.models.modular import pipeline_class
 from g2rpo.models.offload import Offload, offloads
 from g2rpo.models.options import Attention, PolicyConfig, TuningMode
@@ -270,13 +271,11 @@ def read_pipeline(
 def stored_dtype(path: str | Path) -> torch.dtype:
     """The dtype of a pipeline's transformer, on disk or in the hub's cache; float32 if it has
     several, or no such file."""
-    from huggingface_hub import try_to_load_from_cache
     from safetensors import safe_open
 
     folder = Path(path) / "transformer"
-    if not folder.is_dir():
-        found = try_to_load_from_cache(str(path), "transformer/config.json")
-        folder = Path(found).parent if isinstance(found, str) else folder
+    if not folder.is_dir() and (config := hub.cached(str(path), "transformer/config.json")):
+        folder = config.parent
     kinds: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(refuse_other(file), "pt") as weights:

@@ -201,13 +201,11 @@ class RewardKind:
         return f"\nIt reads {', '.join(reads)}. {fetch}; {where} uses a folder that you have."
 
 
-def find_rewards(
-    table: Mapping[str, RewardConfig], prefix: str = "rewards"
-) -> dict[str, RewardKind]:
-    """The kinds of the rewards of a table, by their names; `prefix` is its key in the config.
-    UserError for an unknown kind, or code that is not allowed, which one message names."""
+def find_rewards(table: Mapping[str, RewardConfig]) -> dict[str, RewardKind]:
+    """The kinds of the rewards of a table, by their names. UserError for an unknown kind, or code
+    that is not allowed, which one message names."""
     plugins.require_all(code for entry in table.values() for code in _codes(entry))
-    return {name: find_reward(f"{prefix}.{name}", entry) for name, entry in table.items()}
+    return {name: find_reward(f"rewards.{name}", entry) for name, entry in table.items()}
 
 
 def find_reward(key: str, entry: RewardConfig) -> RewardKind:

@@ -87,8 +87,7 @@ class PictureReward(Reward):
                 ]
             )
         scores, self.example = torch.full((len(images),), torch.nan), ""
-        extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
-        rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
+        rows = images.isfinite().flatten(1).all(1).nonzero().flatten().tolist()
         for chunk in _chunks(rows, self.batch_size):
             values = (
                 self.score_pictures(to_uint8(images[chunk]), [prompts[i] for i in chunk])

@@ -233,15 +233,13 @@ def _body(part: tuple[Tensor, list[str]]) -> dict[str, Any]:
         body["metadata"] = [
             dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts
         ]
-    if paths := list(dict.fromkeys(path for prompt in prompts for path in images_of(prompt))):
-        unique = dict.fromkeys(prompts)
-        own = {
-            path: one
-            for prompt in unique
-            for path, one in zip(images_of(prompt), read_inputs(prompt), strict=True)
-        }
-        body["inputs"] = [encode_png(own[path]) for path in paths]
-        body["inputs_of"] = [
-            [paths.index(path) for path in images_of(prompt)] for prompt in prompts
-        ]
+    inputs = {
+        path: picture
+        for prompt in dict.fromkeys(prompts)
+        for path, picture in zip(images_of(prompt), read_inputs(prompt), strict=True)
+    }
+    if inputs:
+        places = {path: place for place, path in enumerate(inputs)}
+        body["inputs"] = [encode_png(picture) for picture in inputs.values()]
+        body["inputs_of"] = [[places[path] for path in images_of(prompt)] for prompt in prompts]
     return body

@@ -13,9 +13,9 @@ from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.fake_tensors import KnownValues
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models.anyflow import DiffusersPolicy
-from g2rpo.models.blueprint import build_on_meta, read_blueprint, shapes_of
+from g2rpo.models.blueprint import read_blueprint, shapes_of
 from g2rpo.models.catalogue import SPECS
-from tests.support.policies import make
+from tests.support.policies import build_on_meta, make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 

@@ -30,7 +30,7 @@ from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models import load
-from g2rpo.models.blueprint import build_on_meta, published, read_blueprint, shapes_of, size_of
+from g2rpo.models.blueprint import published, read_blueprint, shapes_of, size_of
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.meta import on_meta
 from g2rpo.models.pipelines import read_pipeline
@@ -43,6 +43,7 @@ from g2rpo.train.ranks import divided
 from g2rpo.train.trainer import Trainer
 from tests.lab.counting import Counting
 from tests.support import runs
+from tests.support.policies import build_on_meta
 from tests.support.tables import rows
 from tests.support.tiny import sd3_pipeline
 from tests.support.variants import few

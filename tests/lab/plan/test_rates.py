@@ -21,8 +21,9 @@ from g2rpo.lab.plan.kernels import (
     fixed_storages,
 )
 from g2rpo.lab.plan.trace import trace_calls
-from g2rpo.models.blueprint import build_on_meta, read_blueprint
+from g2rpo.models.blueprint import read_blueprint
 from tests.lab.plan.test_cost import config
+from tests.support.policies import build_on_meta
 from tests.support.tables import rows
 
 CARD = Card("made up", 1, 2e-9, 1e-9, 1e-6, watts=1, cache=0, hbm=True, pattern="")
