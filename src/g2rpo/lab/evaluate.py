@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
@@ -29,10 +28,11 @@ from g2rpo.lab.judging import (
     JudgingConfig,
 )
 from g2rpo.lab.sample import tune
-from g2rpo.models.blueprint import blueprint_of
+from g2rpo.models.blueprint import blueprint_of, build_shallow
 from g2rpo.models.load import find_pipeline, load_pipeline
 from g2rpo.models.pipeline_files import check_weights
 from g2rpo.rewards.catalogue import find_rewards
+from g2rpo.rollout.guidance import guidance_of, guided_by_hand
 from g2rpo.train.checks import check_rewards_alone
 from g2rpo.train.consistency import faults_of_clips
 from g2rpo.train.evaluation.controls import default_controls
@@ -109,15 +109,9 @@ def step_counts(text: str) -> list[int]:
 
 def with_controls(config: JudgingConfig) -> JudgingConfig:
     """The evaluation with the default controls of its model."""
-    c = config.policy
-    found = find_pipeline(c)
-    spec, blueprint = found.spec, blueprint_of(found)
-    pipeline = SimpleNamespace(config=SimpleNamespace(**blueprint.options))
-    network = SimpleNamespace(**blueprint.parts["transformer"][1])
-    scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
-    guided = spec.guidable(pipeline, network) and spec.guides(scale)
-    by_hand = not guided or spec.unguided is None
-    controls = default_controls(min(config.steps), scale if guided else None, by_hand)
+    policy, _ = build_shallow(blueprint_of(find_pipeline(config.policy)), config.policy)
+    scale, by_hand = guidance_of(policy), guided_by_hand(policy)
+    controls = default_controls(min(config.steps), scale, by_hand)
     return config.model_copy(update={"controls": controls})
 
 

@@ -11,22 +11,16 @@ from g2rpo.train.model_card import CARD
 from g2rpo.train.run.folder import Run
 
 
-def check_repository(repository: str) -> None:
-    """Refuses a name that is not OWNER/NAME."""
+def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
+    """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default
+    one with the stored token."""
+    from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
     with placed(f"'{repository}' is no repository (", after="); write owner/name"):
         validate_repo_id(repository)
         if repository.count("/") != 1:
             raise ValueError("it has no owner")
-
-
-def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
-    """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default
-    one with the stored token."""
-    from huggingface_hub import HfApi
-
-    check_repository(repository)
     folder = Run(run).weights
     if not (folder / CARD).is_file():
         raise UserError(f"{folder} has no model card; has the run finished?")

@@ -12,7 +12,6 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.images import images_of
 from g2rpo.core.plans import Plan
 from g2rpo.core.statistics import group_std
-from g2rpo.rollout.scoring import decode
 from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import (
     save_inputs,
@@ -22,7 +21,7 @@ from g2rpo.train.evaluation.heldout import (
     verdicts,
 )
 from g2rpo.train.listeners import Listener
-from g2rpo.train.monitor.pictures import PictureRow, reduced, save_grid, stills
+from g2rpo.train.monitor.pictures import PictureRow, decode_reduced, save_grid, stills
 
 CLOSE = 0.05
 """The range of scores in a group, as a part of them, of which few are a sign of rounding: scores that
@@ -56,16 +55,8 @@ class FirstGroup(Listener):
         number = widest(groups.collected.rewards, right)
         rollout, scores = groups.collected.rollouts[number], groups.collected.rewards[number]
         shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
-
-        def pictures() -> Tensor:  # a batch at a time: clips are large
-            return torch.cat(
-                [
-                    stills(reduced(decode(policy, part, sizes.decode)))
-                    for part in latents.split(sizes.decode)
-                ]
-            )
-
-        images = sizes.fit(pictures).unflatten(0, shape)
+        decoded = sizes.fit(lambda: decode_reduced(policy, latents, sizes.decode))
+        images = stills(decoded).unflatten(0, shape)
         picture_rows = []
         for m, tail in enumerate(rollout.plan.tail_names):
             told = {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]}

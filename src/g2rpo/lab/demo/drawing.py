@@ -23,10 +23,10 @@ from g2rpo.lab.demo.model import DemoModel
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import above_baseline, decode, of_members, score_rollouts
+from g2rpo.rollout.scoring import above_baseline, of_members, score_rollouts
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
 from g2rpo.train.evaluation.heldout import Evaluation
-from g2rpo.train.monitor.pictures import reduced
+from g2rpo.train.monitor.pictures import decode_reduced
 
 
 @dataclass(frozen=True)
@@ -220,10 +220,8 @@ def trace_group(
     def noise(row: int, *purpose: int | str) -> torch.Generator:
         return generator_for(key, "rollout", 0, row, *purpose)  # the trainer's key
 
-    def shown(latents: Tensor) -> Tensor:  # a batch at a time: clips are large
-        size = model.sizes.decode
-        parts = [reduced(decode(model.policy, part, size)) for part in latents.split(size)]
-        return torch.cat(parts)
+    def shown(latents: Tensor) -> Tensor:
+        return decode_reduced(model.policy, latents, model.sizes.decode)
 
     def sampled() -> GroupTrace:
         engine = Engine(

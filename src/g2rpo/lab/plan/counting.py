@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.config.schema import Config, SamplingConfig
+from g2rpo.config.schema import Config
 from g2rpo.config.work import plans_in
 from g2rpo.core.data import Cond
 from g2rpo.core.distributed import ALONE, World
@@ -20,7 +20,6 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.holding import holding
 from g2rpo.core.noise import generator_for
 from g2rpo.core.plans import Plan
-from g2rpo.core.types import Algorithm
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.memory import CPU_ROWS, batch_sizes
@@ -180,12 +179,11 @@ def spread_evaluations(config: Config, heldout: int, times_evaluated: int) -> in
 
 
 def _known_iteration(config: Config, plans: tuple[Plan, ...]) -> CountedIteration:
-    """`_dry`, once for plans that differ in other options."""
-    trainer = config.trainer
-    size = trainer.prompts_per_iteration, trainer.micro_batch_size
+    """`_dry`, once for configs that differ in other options."""
+    size = config.trainer.prompts_per_iteration, config.trainer.micro_batch_size
     key = (algorithm_key(config), config.sampling, size, plans)
     if key not in _KNOWN:
-        _KNOWN[key] = _dry(config.algorithm, config.sampling, *size, plans)
+        _KNOWN[key] = _dry(config, plans)
     return _KNOWN[key]
 
 
@@ -194,16 +192,11 @@ def algorithm_key(config: Config) -> tuple[type, str]:
     return type(config.algorithm), config.model_dump_json(include={"algorithm"})
 
 
-def _dry(
-    algorithm: Algorithm,
-    sampling: SamplingConfig,
-    prompts: int,
-    micro_batch_size: int,
-    plans: Sequence[Plan],
-) -> CountedIteration:
+def _dry(config: Config, plans: tuple[Plan, ...]) -> CountedIteration:
     """One iteration of the real engine and updater on a minimal policy."""
+    algorithm, sampling, trainer = config.algorithm, config.sampling, config.trainer
     policy, sigmas = _Recorder(), sigma_grid(sampling.num_steps)
-    cond = policy.encode(["0"] * prompts)
+    cond = policy.encode(["0"] * trainer.prompts_per_iteration)
     rows = int(sampling.batch_size)
     engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails)
     kernel = algorithm.kernel(sigmas)
@@ -216,7 +209,7 @@ def _dry(
         for example in algorithm.examples(rollout, silent, generator_for)
     ]
     sizes = batch_sizes(
-        rows, int(sampling.decode_batch_size), micro_batch_size, policy.device, print
+        rows, int(sampling.decode_batch_size), trainer.micro_batch_size, policy.device, print
     )
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
     updates = Updater(
@@ -230,7 +223,7 @@ def _dry(
         reward=lambda x, rows: x.flatten(1).sum(1),
     ).update(examples, cond)
     return CountedIteration(
-        plans=tuple(plans),
+        plans=plans,
         calls=calls,
         unguided=without,
         passes=tuple(policy.calls["training"]),

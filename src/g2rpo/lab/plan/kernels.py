@@ -16,7 +16,11 @@ from torch.utils.flop_counter import flop_registry
 from g2rpo.lab.plan.cards import Card
 
 PRODUCTS, ATTENTION, BACKWARD, CONVOLUTIONS, MOVING = KINDS = (
-    *("products", "attention", "attention's gradient", "convolutions", "moving"),
+    "products",
+    "attention",
+    "attention's gradient",
+    "convolutions",
+    "moving",
 )
 """Kinds of kernels: products of matrices; attention in one kernel, and its backward pass;
 convolutions; those that only read and write."""

@@ -37,6 +37,7 @@ MOST_PROMPTS = 64
 """Training prompts, at most, that groups are drawn from."""
 
 Place = Annotated[int, Field(ge=0, lt=10**6)]
+VoteKind = Literal["vote", "undo"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Vote(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    kind: Literal["vote", "undo"] = "vote"
+    kind: VoteKind = "vote"
     round: Place
     prompt: str = ""
     step: Place = 0

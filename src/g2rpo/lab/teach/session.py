@@ -32,7 +32,7 @@ from g2rpo.core.files import append_line
 from g2rpo.core.plain import checked_as
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.lab.teach import rounds
-from g2rpo.lab.teach.rounds import AskedGroup, AskedGroups, Click, Vote
+from g2rpo.lab.teach.rounds import AskedGroup, AskedGroups, Click, Vote, VoteKind
 from g2rpo.rewards.head import Choice, Features, Head, features_of, fit
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.evaluation.heldout import Evaluation, compare_right, save_pictures
@@ -200,13 +200,17 @@ class Session:
                 raise UserError("there is no answer that could be taken back")
             return self._take(self.group, "undo", [])
 
-    def _take(self, group: AskedGroup, kind: str, liked: Sequence[int]) -> Vote:
-        said = {
-            "kind": kind, "liked": tuple(liked), "round": group.round, "prompt": str(group.prompt),
-            "step": group.step, "digest": group.digest, "members": len(group.images),
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
-        vote = checked_as(Vote, said)
+    def _take(self, group: AskedGroup, kind: VoteKind, liked: Sequence[int]) -> Vote:
+        vote = Vote(
+            kind=kind,
+            liked=tuple(liked),
+            round=group.round,
+            prompt=str(group.prompt),
+            step=group.step,
+            digest=group.digest,
+            members=len(group.images),
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
         self._store(vote)
         self._hand_over(vote)
         return vote

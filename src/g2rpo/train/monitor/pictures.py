@@ -22,6 +22,7 @@ from torch import Tensor
 from g2rpo.core.files import refuse_other, whole_file, write_whole
 from g2rpo.core.images import read_inputs, to_pil, to_tensor, to_uint8
 from g2rpo.core.types import Policy
+from g2rpo.rollout.scoring import decode
 
 CLIP_FRAMES, CLIP_SIDE = 24, 256
 """The largest number of frames, and of pixels a side, of a reduced clip."""
@@ -41,6 +42,12 @@ def reduced(images: Tensor) -> Tensor:
         frames = torch.nn.functional.interpolate(few.flatten(0, 1), size, mode="area")
         few = frames.unflatten(0, few.shape[:2])
     return to_uint8(few)
+
+
+def decode_reduced(policy: Policy, latents: Tensor, size: int) -> Tensor:
+    """The `reduced` pictures of latents, decoded `size` at a time: clips are large."""
+    parts = [reduced(decode(policy, part, size)) for part in latents.split(size)]
+    return torch.cat(parts)
 
 
 def stills(images: Tensor) -> Tensor:
