@@ -22,11 +22,12 @@ from g2rpo.core.noise import generator_for
 from g2rpo.core.statistics import RIGHT
 from g2rpo.core.types import no_kernel
 from g2rpo.lab.demo.app import only_uploads
-from g2rpo.lab.demo.command import FIRST_PROMPT, opening, opening_of
+from g2rpo.lab.demo.command import FIRST_PROMPT, demo, opening, opening_of
 from g2rpo.lab.demo.drawing import draw, offered_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model
 from g2rpo.lab.demo.views import change, drawing_html, trace_html, written_score
 from g2rpo.lab.report.history import SeedGroup, read_runs
+from g2rpo.lab.serving import Address
 from g2rpo.models import load
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
@@ -354,6 +355,16 @@ def test_without_right_and_wrong_it_opens_where_every_trained_score_rose(run, tm
     copy = Run(shutil.copytree(run.path, tmp_path / "copy"))
     shutil.rmtree(copy.path / "scores")
     assert opening_of(read_runs([copy.path])[0]) == FIRST_PROMPT
+
+
+def test_a_run_with_a_damaged_table_of_scores_is_shown(run, session, tmp_path, monkeypatch):
+    copy, said = Run(shutil.copytree(run.path, tmp_path / "copy")), []
+    copy.scores(0).write_bytes(b"no\n")
+    monkeypatch.setattr("g2rpo.lab.demo.command.open_model", lambda *asked: session)
+    monkeypatch.setattr("g2rpo.lab.page.serve_until", lambda *asked: None)
+    where = Address("127.0.0.1", free_port())
+    demo(copy.path, copy.read_config(), None, where, emit=lambda event: said.append(event.text))
+    assert any("log tells nothing" in line for line in said) and said[-1] == "stopped"
 
 
 REFUSED = """

@@ -58,12 +58,13 @@ def demo(
     title = f"Run {run.resolve().name}" if run is not None else config.policy.path
     say(f"{title}: building the policy and {counted(len(config.all_rewards), 'reward')} ...")
     model = open_model(config, weights, say, _heldout(config, say))
-    log, (number, rule) = None, FIRST_PROMPT
+    facts, (number, rule) = list[str](), FIRST_PROMPT
     try:
         if run is not None:
-            log = read_runs([run])[0]
-        if log is not None and own:
-            number, rule = opening_of(log)
+            (log,) = read_runs([run])
+            facts = summary_of(log)[:1]
+            if own:
+                number, rule = opening_of(log)
     except UserError as error:
         say(f"the run's log tells nothing: {error}")
     examples = [
@@ -79,8 +80,8 @@ def demo(
     training = (
         training_of(config) if run else "with and without tuned weights" if weights else "as it is"
     )
-    facts = [what_it_is(config, training), *(summary_of(log)[:1] if log else [])]
-    page = page_of(title, "g2rpo demo", " ".join(facts), views)
+    told = " ".join([what_it_is(config, training), *facts])
+    page = page_of(title, "g2rpo demo", told, views)
     uploads = model.input_pictures[1] > 0
     serve_until(stop or threading.Event(), page, where, emit, "ends with Ctrl-C", uploads)
     say("stopped")
