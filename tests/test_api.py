@@ -166,6 +166,12 @@ def test_a_cell_that_is_one_text_and_a_report_without_runs_are_refused(call, mes
         call()
 
 
+def test_a_recipe_may_be_a_path(tmp_path):
+    (tmp_path / "own.yaml").write_text(load_config("scenes", ["trainer.iterations=3"]).to_yaml())
+    trainer = api.trainer(tmp_path / "own.yaml", **given(GaussianPolicy()))
+    assert trainer.config.trainer.iterations == 3
+
+
 @dataclass(frozen=True)
 class OneAtATime(GranularGRPO):
     """An algorithm of one's own, by inheritance, with a field that is no number."""
@@ -262,4 +268,4 @@ def test_a_study_from_python_is_the_commands(tmp_path, tiny_config):
     assert [spent[name]["iterations"] for name in cells] == [1, 2]
     assert cells["more"] == ["budget=2"]  # is left alone
     with pytest.raises(UserError, match="cell one: algorithm: branch_steps"):
-        api.study(str(tiny_config), {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")
+        api.study(tiny_config, {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")

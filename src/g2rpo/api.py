@@ -52,7 +52,7 @@ PICTURES_AT_ONCE = 8
 
 
 def trainer(
-    recipe: str | Config,
+    recipe: str | Path | Config,
     overrides: Sequence[str] = (),
     run_dir: str | Path | None = None,
     *,
@@ -89,7 +89,7 @@ def trainer(
         raise UserError(
             "overrides: are for a recipe's name or a file; change the Config itself, by model_copy"
         )
-    config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
+    config = recipe if isinstance(recipe, Config) else load_config(str(recipe), overrides, notify)
     if policy is None:
         config = completed(config, notify)
     config = _without_objects(config, given, algorithm)
@@ -239,7 +239,7 @@ def evaluate(
 
 
 def study(
-    recipe: str,
+    recipe: str | Path,
     cells: Mapping[str, Sequence[str]],
     out: str | Path,
     *,
@@ -259,7 +259,7 @@ def study(
     for cell, own in cells.items():
         refuse(_faults_of_texts(f"cell {cell}", own))
     folder = compare_cells(
-        recipe,
+        str(recipe),
         overrides,
         cells,
         parse_budget(budget),

@@ -244,6 +244,10 @@ def test_wrong_input_is_one_message_and_nothing_is_begun(refuses, tmp_path, comm
     assert {path.name for path in tmp_path.iterdir()} == {"RUN", "FOLDER"}
 
 
+def test_a_prompt_that_is_too_long_for_a_file_is_none(refuses):
+    assert "A run comes first, or --model" in refuses(f"sample '{'a red circle, ' * 30}'")
+
+
 COMMANDS = """
 sample 'a red circle' --model testbed --steps 1 --out PLACE
 evaluate --model testbed --prompts prompts.txt --rewards brightness --out PLACE

@@ -69,7 +69,7 @@ def gradient_error(
         _move(policy, changes, 1)
         with torch.no_grad():
             change = velocity() - before
-        relative = rms(change, torch.zeros_like(change)) / float(before.std())
+        relative = float(change.square().mean().sqrt() / before.std())
         if relative >= LEAST_CHANGE:
             break
         _move(policy, changes, -1)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,7 @@ def checks(
     policy = kind(pipeline, config, device=device)
     del pipeline
     plain = (config.dtype, config.tuning, config.quantize) == ("bfloat16", "lora", "none")
+    rounding = partial(_as_the_pipeline, policy) if plain else nullcontext
     cond = policy.encode(prompts)
     yield ModelCheck(
         "policy",
@@ -258,7 +260,7 @@ def checks(
     noise = policy.noise([generator_for(CHECK_SEED, "picture", i) for i in range(len(prompts))])
     yield _equal("noise", noise, own.noise.cpu(), limit, "as the pipeline's own")
     first = policy.grid(CHECKED_STEPS)[:1].expand(len(prompts)).to(device)
-    with _as_the_pipeline(policy) if plain else nullcontext():
+    with rounding():
         velocity, without = _velocity(policy, noise.to(device), first, cond)
     said = "of the first step as its own"
     yield _equal("velocity", velocity, own.velocity, limit, said, without, ROUNDED * plain)
@@ -280,7 +282,7 @@ def checks(
     yield _equal("pictures", base, own.pictures, limit, f"as its own{how}")
 
     x, sigma = noise.to(device), torch.tensor([0.8, 0.3], device=device)
-    with _as_the_pipeline(policy) if plain else nullcontext():
+    with rounding():
         both, without = _velocity(policy, x, sigma, cond)
         each = [
             _velocity(policy, x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1]))[0]

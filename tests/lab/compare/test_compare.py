@@ -17,7 +17,7 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.read import load_config
 from g2rpo.config.work import iterations_within, work, work_of_run
 from g2rpo.core.errors import UserError
-from g2rpo.lab.compare.jobs import environment_of
+from g2rpo.lab.compare.jobs import Job, environment_of
 from g2rpo.lab.compare.results import lines, page
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
 from g2rpo.lab.compare.workflow import _check_judged_alike, compare, unequal_work
@@ -308,6 +308,12 @@ def test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said(
     assert "of-5, seed 42 failed (exit code -9)" in said
     assert "results are of the cells that are whole" in said
     assert list(json.loads((out / "results.json").read_text())["spent"]) == ["of-3"]
+
+
+def test_a_job_that_dies_before_its_log_is_open_is_named(tmp_path):
+    log = tmp_path / "one.log"
+    said = Job("one, seed 1", (), log).failed(-9)
+    assert said == f"one, seed 1 failed (exit code -9); its output is in {log}:"
 
 
 SCRIPT = """

@@ -41,10 +41,10 @@ class Job:
 
     def failed(self, code: int) -> str:
         """What is to be said when it ends with this exit code."""
+        self.log.touch()  # it may have ended before it wrote
         last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n".join(
-            [f"{self.title} failed (exit code {code}); its output is in {self.log}:", *last]
-        )
+        said = f"{self.title} failed (exit code {code}); its output is in {self.log}:"
+        return "\n".join([said, *last])
 
 
 @dataclass(frozen=True)

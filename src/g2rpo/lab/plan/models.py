@@ -111,7 +111,7 @@ def _encoder(module: Any, config: PolicyConfig) -> EncoderSize:
     module.to(getattr(torch, config.dtype))
     # CLIP's is 77, T5 has none
     longest = getattr(module.config, "max_position_embeddings", math.inf)
-    return EncoderSize(size_of(module), sum(p.numel() for p in module.parameters()), longest)
+    return EncoderSize(size_of(module), weights_of(module), longest)
 
 
 LONGEST_PROMPTS = 32

@@ -53,6 +53,10 @@ class TracedCall:
     peak: int
     roofline: Roofline
 
+    def changed(self, **of_roofline: Any) -> TracedCall:
+        """With other values in its roofline."""
+        return replace(self, roofline=replace(self.roofline, **of_roofline))
+
 
 @dataclass(frozen=True)
 class Calls:
@@ -69,10 +73,8 @@ class Calls:
 
     def compiled(self) -> Calls:
         """With the network's calls compiled."""
-        calls = {name: getattr(self, name) for name in ("velocity", "training", "heldout")}
-        for name, call in calls.items():
-            calls[name] = replace(call, roofline=replace(call.roofline, compiled=True))
-        return replace(self, **calls)
+        names = "velocity", "training", "heldout"
+        return replace(self, **{name: getattr(self, name).changed(compiled=True) for name in names})
 
 
 Known = dict[tuple[Any, ...], TracedCall]
@@ -179,13 +181,9 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
     """The call of a network that is compiled, has the kernel of attention and gets its blocks from
     where the config says."""
     policy = config.policy
-    own = replace(
-        call.roofline,
-        compiled=policy.compile is True,
-        attention=policy.attention,
-        streamed=call.roofline.streamed if policy.offload else 0,
-    )
-    return replace(call, roofline=own)
+    streamed = call.roofline.streamed if policy.offload else 0
+    compiled = policy.compile is True
+    return call.changed(compiled=compiled, attention=policy.attention, streamed=streamed)
 
 
 def training_pass(

@@ -215,12 +215,14 @@ def newest_run() -> Path | None:
 def no_run(path: str | Path) -> str:
     """The message about a path that is no run: what it is, the runs that it holds, or the newest
     one."""
-    found, newest = runs_in(Path(path))[-MOST_LISTED_RUNS:], newest_run()
-    whole = [folder for folder in Path(path).parents if (folder / "config.yaml").is_file()]
+    # os.path takes a text that is too long for a name
+    found = runs_in(Path(path))[-MOST_LISTED_RUNS:] if os.path.isdir(path) else []
+    whole = [folder for folder in Path(path).parents if os.path.isfile(folder / "config.yaml")]
+    newest = newest_run()
     others = ""
     if found:
         others = f"; it holds the runs {', '.join(map(str, found))}"
-    elif whole and Path(path).exists():
+    elif whole and os.path.exists(path):
         others = f"; it is a part of the run {whole[0]}"
     elif str(path) in recipes.names():
         others = f"; it is a recipe, and `g2rpo train {path}` makes a run"
