@@ -177,7 +177,8 @@ def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> Diffuse
 
 
 def trainer_of(config: Config, policy: DiffusersPolicy) -> Trainer:
-    policy.stored = CachedEncoder(RandomText(policy), None, notify=print)
+    text: Any = RandomText(policy)
+    policy.stored = CachedEncoder(text, None, notify=print)
     return Trainer(
         config=config,
         policy=policy,

@@ -226,7 +226,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
     assert rows == plain[0] and torch.equal(weights, plain[1])
     (warning,) = warnings
     assert "File too large" in warning and "prompts.cache" in warning
-    assert full.stored.missing(PROMPTS) == PROMPTS and not full.stored.fill(PROMPTS)
+    assert full.stored.missing(PROMPTS) == PROMPTS and not encode_ahead(full.stored, PROMPTS)
 
 
 def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
@@ -274,11 +274,10 @@ def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_pat
     encoder.encode(["red", "blue"])
     assert moves[4:] == ["cpu:0"] * 2 + ["cpu"] * 2
     moves.clear()
-    encoder.fill(["red", "two", "circle"])  # many at once, with one move back
-    assert moves.count("cpu") == 2 and moves[-2:] == ["cpu"] * 2
+    assert encode_ahead(encoder, ["red", "two", "circle"])  # many at once; they stay parked
+    assert moves[-4:] == ["cpu"] * moves.count("cpu") == ["cpu"] * 4
     moves.clear()
-    encoder.fill(["red", "two", "circle"])
-    assert moves == []
+    assert encode_ahead(encoder, ["red", "two", "circle"]) and "cpu:0" not in moves
 
 
 def test_text_encoders_and_nothing_else_leave_the_device(sd3_directory):

@@ -8,10 +8,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -25,6 +24,7 @@ from g2rpo.core.events import Emit, Line, Progress, silent
 from g2rpo.core.files import FileDigests, cache_root, digest_of, in_bytes, local, write_whole
 from g2rpo.core.images import content_of
 from g2rpo.models.options import PolicyConfig
+from g2rpo.models.text import TextEncoders
 
 FORMAT = 3
 """Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
@@ -120,26 +120,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class Encoder(Protocol):
-    """Text encoders that compute conditioning on `device`."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def encode(self, prompts: Sequence[str]) -> Cond:
-        """Conditioning for each prompt, on the device."""
-        ...
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """While entered, text encoders that are parked are on the device."""
-        ...
-
-    def park(self) -> None:
-        """Moves the text encoders off the device, to free its memory."""
-        ...
-
-
-def encoded(encoder: Encoder, prompt: str) -> Cond:
+def encoded(encoder: TextEncoders, prompt: str) -> Cond:
     """The row of one prompt; UserError for what raises, as encoders and tokenizers do that do not
     fit each other."""
     with loading(f"the text encoders cannot encode {shown(str(prompt))}"):
@@ -157,7 +138,7 @@ class CachedEncoder:
     """
 
     def __init__(
-        self, encoder: Encoder, store: EmbeddingStore | None, *, notify: Callable[[str], None]
+        self, encoder: TextEncoders, store: EmbeddingStore | None, *, notify: Callable[[str], None]
     ) -> None:
         self.encoder, self.store, self.notify = encoder, store, notify
         self.full = store is None  # no further rows are stored
@@ -174,18 +155,6 @@ class CachedEncoder:
         """The distinct prompts that are not stored."""
         distinct = dict.fromkeys(prompts)
         return [prompt for prompt in distinct if self.store is None or prompt not in self.store]
-
-    def fill(self, prompts: Iterable[str], advance: Callable[[], None] = lambda: None) -> bool:
-        """Encodes and stores missing prompts, and calls `advance` after each; False if the disk
-        became full."""
-        missing = self.missing(prompts)
-        with self.encoder.at_work() if missing and not self.full else nullcontext():
-            for prompt in missing:
-                if self.full:
-                    return False
-                self._row(prompt)
-                advance()
-        return not self.full
 
     def park(self) -> None:
         """Moves the text encoders off the device."""
@@ -224,27 +193,24 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = si
     The size of the first embedding predicts the rest, so a disk that is too small is detected
     before it is filled.
     """
-    if encoder.store is None:
+    store, missing = encoder.store, encoder.missing(prompts)
+    if store is None or encoder.full:
         return False
-    missing = encoder.missing(prompts)
-    if missing:
-        if not encoder.fill(missing[:1]):
-            return False
-        size = in_bytes(encoder.store.size(missing[0]) * len(missing))
-        if not encoder.store.fits(len(missing) - 1, like=missing[0]):
-            encoder.notify(
-                f"embedding cache {encoder.store.folder}: {counted(len(missing), 'prompt')} need {size}, more than is free"
-            )
-            return False
-        emit(Line(f"encoding {counted(len(missing), 'prompt')}, {size} in {encoder.store.folder}"))
-        done = count(1)
-
-        def advance() -> None:
-            emit(Progress("encoding", "prompts", next(done), len(missing)))
-
-        advance()
-        if not encoder.fill(missing[1:], advance):
-            return False
+    with encoder.encoder.at_work() if missing else nullcontext():
+        for done, prompt in enumerate(missing, 1):
+            encoder.encode([prompt])
+            if encoder.full:
+                return False
+            if done == 1:
+                size = in_bytes(store.size(prompt) * len(missing))
+                these = counted(len(missing), "prompt")
+                if not store.fits(len(missing) - 1, like=prompt):
+                    encoder.notify(
+                        f"embedding cache {store.folder}: {these} need {size}, more than is free"
+                    )
+                    return False
+                emit(Line(f"encoding {these}, {size} in {store.folder}"))
+            emit(Progress("encoding", "prompts", done, len(missing)))
     encoder.park()
     return True
 
@@ -253,7 +219,7 @@ class EncodedPrompts:
     """Encodes `prompts`, one at a time, and keeps their conditioning in memory; the text encoders
     then leave the device."""
 
-    def __init__(self, encoder: Encoder, prompts: Iterable[str]) -> None:
+    def __init__(self, encoder: TextEncoders, prompts: Iterable[str]) -> None:
         self._rows = {prompt: encoded(encoder, prompt) for prompt in dict.fromkeys(prompts)}
         encoder.park()
 
