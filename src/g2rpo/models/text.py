@@ -15,6 +15,7 @@ from g2rpo.core.data import Cond
 from g2rpo.core.devices import empty_cache
 from g2rpo.core.errors import counted, cut
 from g2rpo.core.images import read_inputs
+from g2rpo.models.offload import frozen_in
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast
 from g2rpo.models.replay import Caught, NetworkCall, OneStep, Pictures, Script, guiding, replay
@@ -51,7 +52,7 @@ class TextEncoders:
         for module in self.modules:
             cast(module, getattr(torch, options.dtype))
         self._parked = False
-        self._loaded: list[tuple[nn.Module, str, Tensor]] = []
+        self._loaded: list[tuple[dict[str, Any], str, Tensor]] = []
         """Weights in host memory, as they were loaded, while copies are on the device."""
 
     @torch.no_grad()
@@ -124,11 +125,11 @@ class TextEncoders:
         """Moves the encoders to `device`. Back on the CPU they use the loaded weights again, which
         processes may share."""
         if device == CPU:
-            for owner, name, weight in self._loaded:
-                setattr(owner, name, weight)
+            for table, name, weight in self._loaded:
+                table[name] = weight
             self._loaded = []
         elif not self._loaded:
-            self._loaded = _tensors(self.modules)
+            self._loaded = list(_tensors(self.modules))
         for module in self.modules:
             module.to(device)
         if device == CPU:
@@ -143,21 +144,15 @@ def parts_of(pipeline: Any, spec: PipelineSpec, guided: bool) -> dict[str, Any]:
     return parts
 
 
-def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
-    """Owner, name and value of all weights and buffers; weights are new objects with the same
+def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Table, name and value of all weights and buffers; weights are new objects with the same
     memory."""
-    owners = [owner for module in modules for owner in module.modules()]
-    found: list[tuple[nn.Module, str, Tensor]] = [
-        (o, name, value) for o in owners for name, value in o._buffers.items() if value is not None
-    ]
     kept: dict[int, Tensor] = {}  # by identity: modules may share an embedding
-    for owner in owners:
-        for name, weight in owner._parameters.items():
-            if weight is not None:
-                found.append(
-                    (owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False)))
-                )
-    return found
+    for module in modules:
+        for table, name, value in frozen_in(module):
+            if isinstance(value, nn.Parameter):
+                value = kept.setdefault(id(value), nn.Parameter(value.data, False))
+            yield table, name, value
 
 
 FILLER_WORD, FILLER_WORDS = "a ", 6000
