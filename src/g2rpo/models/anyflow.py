@@ -82,7 +82,7 @@ class DiffusersPolicy(PipelineFacts, Policy):
         self.options, self.pipeline = o, pipeline
         self.sharded = sharding is not None
         self.transformer: Any = getattr(pipeline, "transformer", None)
-        self.guidance_scale = spec.guidance if o.guidance_scale is None else o.guidance_scale
+        self.guidance_scale = spec.scale_of(o)
         self.max_sequence_length = o.max_sequence_length or spec.tokens
         self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
         self.one_time = bool(spec.one_time(pipeline))

@@ -106,13 +106,10 @@ class Pipeline:
 
     def digests(self) -> dict[str, str]:
         """By the config's keys the identity, and the digest of the adapter, if there is one."""
-        adapter = self.options.adapter
-        own = (
-            {}
-            if adapter is None
-            else {"policy.adapter": f"sha256 {FileDigests(None).of(Path(adapter))[:16]}"}
-        )
-        return {"policy.path": self.identity(), **own}
+        digests = {"policy.path": self.identity()}
+        if (adapter := self.options.adapter) is not None:
+            digests["policy.adapter"] = f"sha256 {FileDigests(None).of(Path(adapter))[:16]}"
+        return digests
 
     def content(self, digests: FileDigests, reads: Callable[[str], bool]) -> dict[str, Any]:
         """The identity of the parts that are read: their content and the options in the index, or

@@ -159,8 +159,12 @@ class PipelineSpec:
         """The least and the largest number of input pictures of a prompt."""
         return (1, self.most_pictures) if self.pictured else (0, 0)
 
+    def scale_of(self, options: PolicyConfig) -> float:
+        """The guidance scale of these options."""
+        return self.guidance if options.guidance_scale is None else options.guidance_scale
+
     def is_guided(self, pipeline: Any, scale: float | None) -> bool:
-        """Whether a velocity needs two evaluations at this scale."""
+        """Whether a velocity needs two evaluations at this scale (None: the default)."""
         scale = self.guidance if scale is None else scale
         return self.unguided is not None and scale > self.unguided and not self.distilled(pipeline)
 
@@ -217,9 +221,7 @@ class PipelineSpec:
         steps: int = 1,
     ) -> dict[str, Any]:
         """Arguments of a call for `rows` prompts, without the texts."""
-        scale = next(
-            value for value in (scale, o.guidance_scale, self.guidance) if value is not None
-        )
+        scale = self.scale_of(o) if scale is None else scale
         given = {
             "prompt": [""] * rows,
             "negative_prompt": [o.negative_prompt or ""] * rows if guided else None,

@@ -92,16 +92,17 @@ class PickScore(CLIPScore):
         batch_size: int = 32,
     ) -> None:
         self._use(
-            load_clip(path, tokenizer=tokenizer, preprocess=_centred, device=device, dtype=dtype),
+            load_clip(
+                path,
+                tokenizer=tokenizer,
+                # transformers'; the published PickScore has no file that describes it
+                preprocess=lambda size: Preprocess(resize=size, crop=size, odd_margin="floor"),
+                device=device,
+                dtype=dtype,
+            ),
             batch_size,
         )
         self.scale = self.encoder.scale
-
-
-def _centred(size: int) -> Preprocess:
-    """transformers' preprocessing of a CLIP; the published PickScore has no file that describes
-    it."""
-    return Preprocess(resize=size, crop=size, odd_margin="floor")
 
 
 class HPSv2(CLIPScore):

@@ -150,22 +150,28 @@ def load_clip(
     published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing
     or does not fit.
     """
-    open_clip = fetch(path, *CLIP_FILES).name == CLIP_FILES[0]
-    own, clean = (_open_clip, clean_prompt) if open_clip else (_transformers_clip, None)
-    model, described = own(path)
+    from transformers import CLIPModel
+
+    own, clean = None, None
+    if fetch(path, *CLIP_FILES).name == CLIP_FILES[0]:
+        (model, own), clean = _open_clip(path), clean_prompt
+    else:
+        model = pretrained(CLIPModel, path)
     words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
-    made = described() if preprocess is None else preprocess(model.config.vision_config.image_size)
+    if preprocess is not None:
+        own = preprocess(model.config.vision_config.image_size)
+    made = own or _transformers_preprocess(path)
     return ClipEncoder(model, words, made, device=device, dtype=dtype, clean=clean)
 
 
-def _open_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
+def _open_clip(path: str | Path) -> tuple[Any, Preprocess]:
     """Model and preprocessing of open_clip's files."""
     config = _read_open_clip(fetch(path, "open_clip_config.json"))
     file, model_cfg = fetch(path, *_OPEN_CLIP_WEIGHTS), config.model_cfg.model_dump()
     model = of_open_clip(
         clip_config(model_cfg), read_state_dict(file), "open_clip_config.json beside it", file
     )
-    return model, lambda: preprocess_from(model_cfg, config.preprocess_cfg)
+    return model, preprocess_from(model_cfg, config.preprocess_cfg)
 
 
 class _Architecture(BaseModel, extra="allow"):
@@ -184,13 +190,6 @@ class _OpenClipConfig(BaseModel):
 def _read_open_clip(file: Path) -> _OpenClipConfig:
     with placed(f"{file}: ", kind=ValueError):
         return parse_as(_OpenClipConfig, read_text(file))
-
-
-def _transformers_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
-    """Model and preprocessing of transformers' files."""
-    from transformers import CLIPModel
-
-    return pretrained(CLIPModel, path), lambda: _transformers_preprocess(path)
 
 
 def clip_model(path: str | Path) -> RewardModel | None:
