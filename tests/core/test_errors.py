@@ -55,6 +55,8 @@ def test_a_message_shows_the_begin_of_a_long_input_and_all_of_its_advice(kind, g
     assert len(shown(given)) <= 103
     whole = f"{'/long/path' * 30}: is no run; 'a quotation' and {'words ' * 100}"
     assert str(kind(whole)) == whole
+    between = f"'one' is wrong, {'words ' * 100}take 'another'"
+    assert str(kind(between)) == between
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 get a caution."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -167,6 +168,18 @@ def test_weights_that_are_not_loaded_are_named_with_the_cure(
         change(file)
     with pytest.raises(UserError, match=rf"(?s){part}/.*{message}"):
         load.load_pipeline(PolicyConfig(path=str(folder), height=32, width=32))
+
+
+def test_a_pipeline_of_one_variant_is_named_with_the_cure_once(flux_directory, tmp_path):
+    folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
+    for file in folder.rglob("*.safetensors"):
+        renamed(".fp16.safetensors")(file)
+    with pytest.raises(UserError) as said:
+        load.load_pipeline(PolicyConfig(path=str(folder), height=32, width=32))
+    words = ["has the variant fp16 alone (", ".fp16.safetensors)", "; write them", "Pipeline.from"]
+    assert [str(said.value).count(each) for each in words] == [4, 4, 1, 1]
+    (cure,) = re.findall(r"; write .* (Diff\S+ variant='fp16'\)\.save\S+)$", str(said.value))
+    assert cure == "DiffusionPipeline.from_pretrained(FOLDER, variant='fp16').save_pretrained(NEW)"
 
 
 def test_of_several_copies_of_weights_the_loaded_one_is_read(flux_directory, tmp_path):

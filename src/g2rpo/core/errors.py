@@ -26,7 +26,7 @@ SHORTEST_PART = 3
 
 LONGEST_QUOTE, LONGEST_WORD, LONGEST_LINE = 100, 400, 1000
 """Letters that a message shows of a quotation, a word (paths are long) and a line."""
-_QUOTED = re.compile(rf"(?<!\w)(['\"])([^\n]{{{LONGEST_QUOTE + 20},}}?)\1(?!\w)")
+_QUOTED = re.compile(rf"(?<!\w)(['\"])(?:(?!\1)[^\n]){{{LONGEST_QUOTE + 20},}}\1(?!\w)")
 _SECRET = re.compile(
     r"(?<=://)[^\s/]*(?=@)|(?<=:/)[^\s/]+(?=@)|(?<=Bearer )[^\s'\"]{8,}|"
     r"\b(?:sk|pk|gsk|hf|gh[opsu]|xai|nvapi|pplx)[-_](?=[\w-]*\d)[\w-]{12,}|\bAIza[\w-]{20,}|"

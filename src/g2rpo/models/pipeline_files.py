@@ -160,6 +160,7 @@ def options_in(index: dict[str, Any]) -> dict[str, Any]:
 def missing_parts(pipeline: Path) -> Iterator[str]:
     """What a pipeline's folder lacks of the components in its index: folders, files, or their
     contents."""
+    cures = {}
     for name, (library, _) in parts_in(read_index(str(pipeline))).items():
         part = pipeline / name
         if library is None:
@@ -180,7 +181,10 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
             faults = {file.name: _fault_of_weights(file) for file in files}
             yield from (f"{name}/{file} {fault}" for file, fault in faults.items() if fault)
             if not files:
-                yield f"{name}/ {why}"
+                fault, _, cure = why.partition("; ")
+                cures[cure] = True
+                yield f"{name}/ {fault}"
+    yield from filter(None, cures)
 
 
 def _fault_of_weights(file: Path) -> str:
@@ -234,7 +238,7 @@ def _weights_of(folder: Path) -> tuple[list[Path], str]:
             cure = f"DiffusionPipeline.from_pretrained(FOLDER, variant={variant[1]!r}).save_pretrained(NEW)"
             return (
                 [],
-                f"has the variant {variant[1]} alone ({name}); write it under the usual names by diffusers' {cure}",
+                f"has the variant {variant[1]} alone ({name}); write them under the usual names by diffusers' {cure}",
             )
     such = f" but {', '.join(others[:2])}" if others else ""
     return [], f"has no weights (*.safetensors){such}"
