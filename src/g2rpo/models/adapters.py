@@ -54,11 +54,7 @@ class Adapter:
             raise ValueError("holds no factors of a LoRA")
         check_scale("alpha / rank", self.scale)
         for module, (down, up) in self.layers.items():
-            whole = (
-                min(down.ndim, up.ndim) >= 2
-                and min(*down.shape, *up.shape) > 0
-                and down.ndim == up.ndim
-            )
+            whole = down.ndim == up.ndim >= 2 and min(*down.shape, *up.shape) > 0
             if not whole or down.shape[0] != up.shape[1] or max(up.shape[2:], default=1) > 1:
                 found = f"{list(down.shape)} and {list(up.shape)}"
                 raise ValueError(

@@ -65,7 +65,7 @@ class Message(BaseModel):
     content: Annotated[str, BeforeValidator(_joined)] = ""
 
 
-class AnswerLetter(BaseModel):
+class Choice(BaseModel):
     message: Message = Message()
     finish_reason: str | None = None
     logprobs: LogProbs | None = None
@@ -74,7 +74,7 @@ class AnswerLetter(BaseModel):
 class Completion(BaseModel):
     """What is read of a chat completion; the rest is ignored."""
 
-    choices: Annotated[list[AnswerLetter], Field(min_length=1)]
+    choices: Annotated[list[Choice], Field(min_length=1)]
 
     @property
     def said(self) -> Said:

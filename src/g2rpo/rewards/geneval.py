@@ -22,14 +22,14 @@ from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
 from g2rpo.rewards.geneval_scoring import (
     COLOUR_WORDS,
     Detection,
-    FoundObject,
+    FoundObjects,
     Task,
     by_class,
     is_correct,
     partial_score,
 )
 from g2rpo.rewards.pixels import TargetReward
-from g2rpo.rewards.weights import CLIP_FILES, parse_dtype, place_of, pretrained
+from g2rpo.rewards.weights import CLIP_FILES, parse_dtype, place_of, pretrained, read_config
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
 """uint8 pictures [B, 3, H, W] -> the objects in each. With an attribute `labels`, the classes,
@@ -123,7 +123,7 @@ class GenEval(TargetReward):
 
     def _judge(self, picture: Image.Image, detections: Sequence[Detection], task: Task) -> float:
         threshold = self.counting_threshold if task.counting else self.threshold
-        found: FoundObject = by_class(
+        found: FoundObjects = by_class(
             [replace(each, label=OWN_NAMES.get(each.label, each.label)) for each in detections],
             threshold,
         )
@@ -200,13 +200,12 @@ class TransformersDetector:
         device: str = "cpu",
         dtype: str | torch.dtype = "float32",
     ) -> None:
-        from transformers import AutoConfig, AutoImageProcessor
+        from transformers import AutoImageProcessor
 
-        place = place_of(path)
-        model = pretrained(_kind(path, AutoConfig.from_pretrained(place)), path)
+        model = pretrained(_kind(path, read_config(path)), path)
         self.device, self.dtype, self.least = torch.device(device), parse_dtype(dtype), least
         self.model = model.to(device=self.device, dtype=self.dtype)
-        self.processor: Any = AutoImageProcessor.from_pretrained(place)
+        self.processor: Any = AutoImageProcessor.from_pretrained(place_of(path))
         self.names = self.model.config.id2label
         self.labels = frozenset(self.names.values())
 

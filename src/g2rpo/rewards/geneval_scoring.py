@@ -37,7 +37,7 @@ class Detection:
     mask: Tensor | None = None
 
 
-FoundObject = Mapping[str, Sequence[Detection]]
+FoundObjects = Mapping[str, Sequence[Detection]]
 """Detections by class, the most confident first."""
 NameColours = Callable[[str, Sequence[Detection]], list[str]]
 """The colours of objects of one class."""
@@ -95,7 +95,7 @@ class Task(BaseModel):
         return {clause.label for clause in (*self.include, *self.exclude)}
 
 
-def by_class(detections: Sequence[Detection], threshold: float) -> FoundObject:
+def by_class(detections: Sequence[Detection], threshold: float) -> FoundObjects:
     """Detections above `threshold` by class, the most confident first, at most `MOST_OBJECTS` of
     each."""
     found: dict[str, list[Detection]] = {}
@@ -105,7 +105,7 @@ def by_class(detections: Sequence[Detection], threshold: float) -> FoundObject:
     return {label: objects[:MOST_OBJECTS] for label, objects in found.items()}
 
 
-def is_correct(task: Task, found: FoundObject, name_colours: NameColours) -> bool:
+def is_correct(task: Task, found: FoundObjects, name_colours: NameColours) -> bool:
     """GenEval's score: whether all of `include` is there and nothing of `exclude`.
 
     At least `count` objects are needed, and the `count` most confident ones must have the colour
@@ -125,7 +125,7 @@ def is_correct(task: Task, found: FoundObject, name_colours: NameColours) -> boo
     )
 
 
-def partial_score(task: Task, found: FoundObject, name_colours: NameColours) -> float:
+def partial_score(task: Task, found: FoundObjects, name_colours: NameColours) -> float:
     """Flow-GRPO's reward, at most 1, and 1 if all is right: the mean over its clauses.
 
     A clause gives 1 - |count - objects| / count, negative for many more, and the same for objects

@@ -18,10 +18,10 @@ from g2rpo.rewards.pixels import PictureReward, normalise
 from g2rpo.rewards.weights import (
     TOKENIZER_FILES,
     build_module,
-    check_config,
     fetch,
     parse_dtype,
     place_of,
+    read_config,
     read_instruction,
     read_state_dict,
 )
@@ -87,12 +87,11 @@ class QwenReward(PictureReward):
     def load(self, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
         """Loads instruction, tokenizer, model and heads; ValueError if a file is not what it should
         be. `processor` is a folder or repository with the model's config and tokenizer."""
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoTokenizer
 
         file = fetch(instruction, *self.files["instruction"])
         self.instruction = trained_instruction(file, self.instructions, self.tokens)
-        check_config(processor)
-        config = AutoConfig.from_pretrained(place_of(processor))
+        config = read_config(processor)
         if config.model_type != self.kind:
             raise ValueError(
                 f"{processor} has the config of a {config.model_type}, not of a {self.kind}"

@@ -184,10 +184,8 @@ class VLMJudge(PictureReward):
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         before = {prompt: self._reduced(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
         asked = [not self.form.edit or bool(before[prompt]) for prompt in prompts]
-        shown = zip(self._reduced(to_pil(images)), prompts, strict=True)
-        questions = [
-            self._question([*before[prompt], picture], prompt) for picture, prompt in shown
-        ]
+        rows = zip(self._reduced(to_pil(images)), prompts, strict=True)
+        questions = [self._question([*before[prompt], picture], prompt) for picture, prompt in rows]
         scores = torch.full((len(prompts),), torch.nan)
         scores[asked] = torch.tensor(
             [self._score(said) for said in self.served([*compress(questions, asked)])]

@@ -68,14 +68,17 @@ def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def config_in(path: str | Path) -> Any:
-    """transformers' configuration in a folder; None for a repository, which is not asked."""
+def read_config(path: str | Path) -> Any:
+    """transformers' configuration in a folder or repository; errors as of `check_config`."""
     from transformers import AutoConfig
 
-    if is_hub_id(str(path)):
-        return None
     check_config(path)
     return AutoConfig.from_pretrained(place_of(path))
+
+
+def config_in(path: str | Path) -> Any:
+    """The same in a folder; None for a repository, which is not asked."""
+    return None if is_hub_id(str(path)) else read_config(path)
 
 
 def fetch(path: str | Path, *names: str) -> Path:
