@@ -11,6 +11,7 @@ import sys
 import traceback
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from typing import Annotated, NoReturn
 
 import typer
@@ -139,7 +140,7 @@ def plugins_first(arguments: list[str]) -> list[str]:
         if len(named) > LONGEST_QUOTE and (word.startswith("--") or not rest):
             raise UserError(f"{shown(named)} is no command or option; `g2rpo --help` lists them")
         if word == "--plugin":
-            first += [word, *([value] if (value := next(words, None)) is not None else [])]
+            first += [word, *islice(words, 1)]
         else:
             (first if word.startswith("--plugin=") else rest).append(word)
     return [*first, *rest]

@@ -175,19 +175,14 @@ def _work_table(plan: Estimate) -> Table:
     row("pictures decoded", COUNTS_OF_ITERATION["images"])
     for name in plan.config.rewards:
         row(f"pictures scored by {name}", COUNTS_OF_ITERATION["images"])
-    times, judged = (
-        counts.times_evaluated,
-        ", ".join(plan.config.all_rewards),
-    )
+    times, judged = counts.times_evaluated, ", ".join(plan.config.all_rewards)
+    evaluated = f"{counted(counts.heldout, 'prompt')} x {counts.heldout_steps}"
     table.add_section()
     table.add_row("", "an evaluation", counted(times, "evaluation"))
-    for name, once in (
-        (
-            f"network evaluations: {counted(counts.heldout, 'prompt')} x {counts.heldout_steps}",
-            counts.heldout_evaluations,
-        ),
-        (f"pictures decoded, and scored by {judged}", counts.heldout),
-    ):
+    for name, once in {
+        f"network evaluations: {evaluated}": counts.heldout_evaluations,
+        f"pictures decoded, and scored by {judged}": counts.heldout,
+    }.items():
         table.add_row(name, f"{once:,}", f"{once * times:,}")
     if counts.spread:
         table.add_row("network evaluations for diversity", "", f"{counts.spread:,}")
@@ -245,11 +240,7 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     table.add_row(evaluations, "", planned(seconds.evaluation * counts.times_evaluated))
     if counts.spread:
         beside = counts.looks - counts.times_evaluated
-        table.add_row(
-            "diversity",
-            "",
-            planned(seconds.evaluation * beside),
-        )
+        table.add_row("diversity", "", planned(seconds.evaluation * beside))
     table.add_row(
         "together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold"
     )

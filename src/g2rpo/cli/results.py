@@ -33,26 +33,22 @@ def show_run(results: Results, console: Console) -> None:
     console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
     for line in summary_of(*read_runs([directory])):
         say(console, line)
-    again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
-    taught = run.votes.is_file()
-    repeat: list[str | Path] = (
-        ["teach", run.config, "--votes", run.votes] if taught else ["train", run.config]
-    )
-    for what, where in (
-        (
-            "before/after",
-            next(path for path in (clip_of(run.before_after), run.before_after) if path.is_file()),
-        ),
-        ("curves", run.curves),
-        ("weights", run.weights),
-        ("metrics", run.log),
-        ("report", command("report", directory)),
-        (
-            "draw",
-            command("sample", directory, results.heldout[0], *(code if results.plugins else [])),
-        ),
-        ("repeat", command(*repeat, "--run-dir", again, *code)),
-    ):
+    clip, code = clip_of(run.before_after), plugins.repeated()
+    again = fresh_directory(directory.parent, directory.resolve().name)
+    own_code = code if results.plugins else []
+    repeat: list[str | Path] = ["train", run.config]
+    if run.votes.is_file():
+        repeat = ["teach", run.config, "--votes", run.votes]
+    files = {
+        "before/after": clip if clip.is_file() else run.before_after,
+        "curves": run.curves,
+        "weights": run.weights,
+        "metrics": run.log,
+        "report": command("report", directory),
+        "draw": command("sample", directory, results.heldout[0], *own_code),
+        "repeat": command(*repeat, "--run-dir", again, *code),
+    }
+    for what, where in files.items():
         say(console, f"{what:>13}  {where}")
 
 
@@ -98,12 +94,9 @@ def show_evaluation(judging: Judging, console: Console) -> None:
             names = told(found, list(judging.chosen_by))
             for line in (*in_words(found, names), *in_figures(found, names)):
                 say(console, line)
-    files = judging.files
-    for what, file in (
-        ("numbers", files.results),
-        ("pictures", files.pictures),
-        ("grids", files.grids),
-    ):
+    kept = judging.files
+    files = {"numbers": kept.results, "pictures": kept.pictures, "grids": kept.grids}
+    for what, file in files.items():
         say(console, f"{what:>9}  {file}")
 
 

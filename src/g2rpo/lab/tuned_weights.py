@@ -94,20 +94,13 @@ def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
             f"{run}: the checkpoint of iteration {iteration} does not fit {config.policy.path}"
         )
     named = dict(zip(trained, values, strict=True))
-    kind = type(transformer).__name__
-    if config.policy.tuning == "full":
+    kind, c = type(transformer).__name__, config.policy
+    if c.tuning == "full":
         return TunedWeights(kind, whole=named)
-    c = config.policy
-    modules = [
-        name.removesuffix(".lora_A.default.weight")
-        for name in named
-        if name.endswith(".lora_A.default.weight")
-    ]
-    ends = [f".{end.split('.')[1]}.default.weight" for end in (DOWN, UP)]
-    pairs = {
-        m: (named[m + ends[0]].float(), named[m + ends[1]].float() * (c.lora_alpha / c.lora_rank))
-        for m in modules
-    }
+    down, up = (f".{end.split('.')[1]}.default.weight" for end in (DOWN, UP))
+    modules = [name.removesuffix(down) for name in named if name.endswith(down)]
+    scale = c.lora_alpha / c.lora_rank
+    pairs = {m: (named[m + down].float(), named[m + up].float() * scale) for m in modules}
     header = own_header(kind, c.lora_rank, c.lora_alpha) | header_of(config, iteration)
     with loading(f"{run}: the checkpoint of iteration {iteration}"):
         return TunedWeights(kind, Adapter(pairs, header))
