@@ -212,6 +212,12 @@ def other_weights(folder):
     save_file({name: 2 * value for name, value in tensors.items()}, folder / "weights.safetensors")
 
 
+def other_reward(folder):
+    own_reward(
+        folder / "reward.py", "def it(images, prompts):\n    return images[:, 1].mean((1, 2))\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "steps", "words", "said"),
     [
@@ -219,6 +225,7 @@ def other_weights(folder):
         (None, "3,2", ["policy.guidance_scale=2"], "policy.guidance_scale: None there, 2.0 here"),
         (other_prompts, "3,2", [], "contents.prompts"),
         (other_weights, "3,2", [], "contents.weights"),
+        (other_reward, "3,2", [], "contents.rewards.it: 'reward.py: sha256"),
     ],
 )
 def test_changed_settings_are_refused_and_nothing_is_overwritten(
@@ -229,7 +236,7 @@ def test_changed_settings_are_refused_and_nothing_is_overwritten(
     if change is not None:
         change(folder)
     err = refused(capsys, *command, "--steps", steps, *words, "--out", folder / "out")
-    for name in ("asked.txt", "weights.safetensors"):
+    for name in ("asked.txt", "weights.safetensors", "reward.py"):
         (folder / name).write_bytes(before[Path(name)])
     assert said in err and err.count("contents.") == (change is not None)
     assert files(folder) == before

@@ -3,7 +3,7 @@ step counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +31,11 @@ from g2rpo.lab.sample import tune
 from g2rpo.models.blueprint import blueprint_of, build_shallow
 from g2rpo.models.load import find_pipeline, load_pipeline
 from g2rpo.models.pipeline_files import check_weights
-from g2rpo.rewards.catalogue import find_rewards
+from g2rpo.rewards.catalogue import RewardKind, find_rewards
 from g2rpo.rollout.guidance import guidance_of, guided_by_hand
 from g2rpo.train.checks import check_rewards_alone
 from g2rpo.train.consistency import faults_of_clips
+from g2rpo.train.contents import of_kind
 from g2rpo.train.evaluation.controls import default_controls
 from g2rpo.train.persistence import take_stored
 from g2rpo.train.run.folder import Run
@@ -132,7 +133,7 @@ def evaluate(
     refuse(fault for kind in kinds for fault in kind.faults())
     refuse(faults_of_clips(kinds, config.policy))
     prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
-    config = config.model_copy(update={"contents": _contents(config, prompts)})
+    config = config.model_copy(update={"contents": _contents(config, prompts, kinds)})
     out = out or first_usable("evaluation", partial(_check_folder, config=config))
     _check_folder(out, config)
     judging = Judging(prompts=prompts, config=config, files=EvaluationDirectory(out))
@@ -147,14 +148,17 @@ def evaluate(
     return judging
 
 
-def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
-    """Digests of prompts, tuned weights and model, to detect changes before the evaluation is
-    continued."""
+def _contents(
+    config: JudgingConfig, prompts: Sequence[str], kinds: Collection[RewardKind]
+) -> dict[str, str]:
+    """Digests of prompts, tuned weights, model and the user's code and files of rewards, to detect
+    changes before the evaluation is continued."""
     digests = find_pipeline(config.policy).digests()
     contents = {
         "prompts": digest_of_prompts(prompts),
         "model": digests.pop("policy.path"),
         **digests,
+        **{f"rewards.{kind.name}": words for kind in kinds if (words := of_kind(kind))},
     }
     if config.weights is not None:
         weights, of = local(config.weights), FileDigests(None)

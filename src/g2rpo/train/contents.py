@@ -33,7 +33,7 @@ def contents_of(found: Found) -> dict[str, str]:
         **({"policy.path": source_of(given.policy)} if pipeline is None else pipeline.digests()),
         "policy.kind": _of_code(config.policy.kind or ""),
         "algorithm": source_of(config.algorithm),
-        **{f"rewards.{kind.name}": _of_kind(kind) for kind in found.kinds},
+        **{f"rewards.{kind.name}": of_kind(kind) for kind in found.kinds},
         **{f"rewards.{name}": source_of(reward) for name, reward in rewards.items()},
     }
     return {key: words for key, words in digests.items() if words}
@@ -56,9 +56,9 @@ def source_of(thing: Any) -> str:
         return ""
 
 
-def _of_kind(kind: RewardKind) -> str:
+def of_kind(kind: RewardKind) -> str:
     """Digests of a reward's code, if it is the user's, and of the local files in its options: those
-    that it is_reward_class, or any that code of the user's has."""
+    that its class declares, or any that code of the user's has."""
     given = kind.entry.options
     may = (
         {*kind.declared.files, kind.declared.code_option} if kind.is_reward_class else given.keys()
