@@ -20,6 +20,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.noise import generator_for
+from g2rpo.lab import check_model
 from g2rpo.lab.check_model import CHECKED_STEPS, REMEDIES, checks, drawn_by, prompts_for, reported
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.catalogue import SPECS
@@ -488,3 +489,12 @@ def test_an_option_that_a_model_cannot_follow_is_refused_from_python_too():
     check_options(own, PolicyConfig(path="", height=32, width=32))
     with pytest.raises(UserError, match="guidance_scale: the call of a SanaPipeline has no such"):
         check_options(own, PolicyConfig(path="", height=32, width=32, guidance_scale=1.0))
+
+
+def test_the_memory_on_a_numbered_cpu_is_a_cpus(monkeypatch):
+    def planned(config, *, cuda, **more):
+        raise UserError(f"with CUDA: {cuda}")
+
+    monkeypatch.setattr(check_model, "make_plan", planned)
+    policy = PolicyConfig(path="testbed", height=64, width=64, device="cpu:0")
+    assert check_model._planned(policy).found == "with CUDA: False"

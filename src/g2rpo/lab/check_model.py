@@ -382,7 +382,7 @@ def _planned(policy: PolicyConfig) -> ModelCheck:
     """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
     try:
         config = load_config("scenes", []).model_copy(update={"policy": policy})
-        cuda = pick_device(policy.device) != "cpu"
+        cuda = pick_device(policy.device).startswith("cuda")
         plan = make_plan(config, cuda=cuda, heldout=1, distinct_prompts=1)
     except UserError as error:
         return ModelCheck("plan", str(error), math.nan)
