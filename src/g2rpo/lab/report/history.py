@@ -68,7 +68,7 @@ class RunHistory:
     def kept(self) -> list[int]:
         """The iterations after which it was evaluated, and of which the scores of all prompts are
         kept."""
-        evaluated = [row["iteration"] for row in self.evaluations]
+        evaluated = (row["iteration"] for row in self.evaluations)
         return [iteration for iteration in evaluated if self.files.scores(iteration).is_file()]
 
     @property
@@ -156,20 +156,21 @@ class SeedGroup:
         return x, [mean(own[iteration] for own in at) for iteration in x]
 
     @cached_property
+    def kept(self) -> list[int]:
+        """The iterations of which all runs have kept the scores."""
+        return sorted(set.intersection(*({*run.kept} for run in self.runs)))
+
+    @cached_property
     def judged_after(self) -> list[int]:
         """By run the iteration of the tuned weights in `changes`: that of the results if all have
         them, else of the last evaluation that all have. Empty if there is none, or its scores or
         the base's are not kept."""
-        kept = [{*run.kept} for run in self.runs]
-        after = [
-            run.newest_results.iteration for run in self.runs if run.newest_results is not None
-        ]
+        results = [run.newest_results for run in self.runs]
+        after = [one.iteration for one in results if one is not None]
         if len(after) < len(self.runs):
-            last = max(set.intersection(*kept), default=0)
-            after = [last] * len(self.runs) if last else []
-        return (
-            after if all({0, own} <= known for own, known in zip(after, kept, strict=False)) else []
-        )
+            after = [max(self.kept, default=0)] * len(self.runs)
+        known = zip(after, self.runs, strict=True)
+        return after if all(own and {0, own} <= {*run.kept} for own, run in known) else []
 
     @cached_property
     def changes(self) -> dict[str, Comparison]:
@@ -203,36 +204,20 @@ class SeedGroup:
         found = [getattr(run.newest_results, key, None) for run in self.runs]
         return [each for each in found if each is not None]
 
-    def spreads(self) -> dict[str, tuple[float, float]]:
-        """How much pictures of one prompt differ, base and tuned, of all and of right ones where
-        all runs know it: means."""
-        found = {}
-        for which, key in reversed(DIVERSITIES.items()):
-            spreads = self.results(key)
-            if len(spreads) == len(self.runs):
-                found[which] = mean(one.base for one in spreads), mean(one.tuned for one in spreads)
-        return found
-
     @cached_property
     def tables(self) -> dict[int, dict[str, Tensor]]:
         """Scores [S, N] by reward after each evaluation that all runs have kept: every reward's
         curve asks for them."""
-        common = [
-            iteration
-            for iteration in self.runs[0].kept
-            if all(iteration in run.kept for run in self.runs)
-        ]
-        return {iteration: self._scores([iteration] * len(self.runs)) for iteration in common}
+        return {iteration: self._scores([iteration] * len(self.runs)) for iteration in self.kept}
 
     def _scores(self, after: Sequence[int]) -> dict[str, Tensor]:
         """Scores [S, N] by reward, and verdicts where there are some, of S runs each after its own
         iteration."""
         tables = [run.scores(iteration) for run, iteration in zip(self.runs, after, strict=True)]
-        shared = set.intersection(*({*table} for table in tables))
         return {
             name: torch.stack([table[name] for table in tables])
             for name in tables[0]
-            if name in shared
+            if all(name in table for table in tables)
         }
 
 
@@ -341,10 +326,14 @@ def _fallen(group: SeedGroup) -> list[str]:
         for name, change in group.changes.items()
         if name != RIGHT and change.verdict == "lower"
     ]
-    spreads = group.spreads()
-    for which, (base, tuned) in [*spreads.items()][-1:]:
-        if tuned < AS_VARIED * base:
-            worse.append(f"{which} of one prompt differ {tuned / base:.2f} times as much as before")
+    for which, key in DIVERSITIES.items():
+        spreads = group.results(key)
+        if len(spreads) == len(group.runs):
+            base, tuned = mean(one.base for one in spreads), mean(one.tuned for one in spreads)
+            if tuned < AS_VARIED * base:
+                times = f"{tuned / base:.2f} times as much as before"
+                worse.append(f"{which} of one prompt differ {times}")
+            break
     return worse
 
 
