@@ -203,14 +203,14 @@ def _write_all(
             with writing(out):
                 for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
                     name = _save(out / f"{number:04d}", image, seconds, config.video).name
-                    copies = [
-                        f"{number:04d}_input{place}{Path(path).suffix}"
+                    copies = {
+                        f"{number:04d}_input{place}{Path(path).suffix}": path
                         for place, path in enumerate(images_of(prompt))
-                    ]
+                    }
                     # so that the list can be read again
-                    for path, copy in zip(images_of(prompt), copies, strict=True):
+                    for copy, path in copies.items():
                         shutil.copyfile(local(path), out / copy)
-                    inputs = {"images": copies} if copies else {}
+                    inputs = {"images": list(copies)} if copies else {}
                     line = {
                         "file": name,
                         "prompt": prompt,

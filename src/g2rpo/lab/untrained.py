@@ -79,8 +79,6 @@ class Controls(Section):
             names = base.means.keys()
             if told != (names, names, names if tuned else {}.keys()):
                 yield f"ways: {way.name} has not the same scores as the base"
-            if way.kind == "several" and way.evaluations <= base.evaluations:
-                yield f"ways: {way.name} takes no more evaluations than the base"
 
     def of(self, *kinds: Kind) -> list[Way]:
         return [way for way in self.ways if way.kind in kinds]

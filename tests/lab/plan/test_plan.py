@@ -104,6 +104,7 @@ def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, w
 
 
 REFUSED = """
+words policy.lora_above=0 policy.tuning=full policy.quantize=int8 --cards -> is for weights that are not trained
 flux1-dev-hps --device h210 -> h200
 flux1-dev-hps --ranks 3 -> cannot be divided evenly over 3 ranks
 flux1-dev-hps --ranks 12 -> --ranks-per-node 8: 12 ranks do not fill such nodes; give a divisor of 12

@@ -21,10 +21,9 @@ from g2rpo.lab.plan.plan import (
 )
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.models.catalogue import licence_of
-from g2rpo.models.offload import faults_of_offload, faults_of_places
-from g2rpo.models.quantized import faults_of_quantization, installed
+from g2rpo.models.offload import faults_of_places
+from g2rpo.models.quantized import installed
 from g2rpo.rewards.catalogue import find_reward
-from g2rpo.train.checks import faults_of_autocast
 
 RELEVANT_SHARE = 0.98
 """A change that costs something is made where it leaves less than this share."""
@@ -154,7 +153,8 @@ def fitting(planner: Planner, target: Target) -> list[str] | None:
         except UserError:  # a run that cannot be
             return math.inf
 
-    lacking = planner.plan(cuda=target.cuda).model.policy.spec.unsupported
+    unsupported = planner.plan(cuda=target.cuda).model.policy.spec.unsupported
+    lacking = [*unsupported, *([] if target.cuda else ["policy.offload"])]
     changes = [
         change
         for change in for_memory(planner.config, planner.ranks)
@@ -294,9 +294,6 @@ def plan(
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     policy = planner.config.policy
     target = limited_target(device, memory) if memory else find_target(device or policy.device)
-    refuse(faults_of_quantization(policy.quantize, policy.tuning))
-    refuse(faults_of_offload(policy, policy.tuning, "cuda" if target.cuda else "cpu"))
-    refuse(faults_of_autocast(planner.config))
     result = planner.plan(cuda=target.cuda)
     refuse(faults_of_places(policy, result.model.policy.blocks, target.capacity))
     alternative = None

@@ -115,7 +115,7 @@ class Counts:
 
     def largest(self, of: Callable[[CountedIteration], Sequence[int]]) -> int:
         """The largest call of a kind; 0 if there is none."""
-        return max((max(of(iteration), default=0) for iteration, _ in self.kinds), default=0)
+        return max((rows for iteration, _ in self.kinds for rows in of(iteration)), default=0)
 
 
 def count(config: Config, heldout: int, among: World = ALONE) -> Counts:

@@ -143,13 +143,8 @@ class Roofline:
         slower = {ATTENTION: forward, BACKWARD: forward * (1.0 if card.hbm else rates.backward)}
         found = dict.fromkeys(KINDS, 0.0)
         for kernel, size in zip(self.kernels, self._from_memory(card, rows), strict=True):
-            computed = (
-                kernel.flops
-                * rows
-                / (reached[kernel.kind, kernel.dtype] * slower.get(kernel.kind, 1.0))
-                if kernel.flops
-                else 0.0
-            )
+            rate = reached[kernel.kind, kernel.dtype] * slower.get(kernel.kind, 1.0)
+            computed = kernel.flops * rows / rate
             moved, kept = size / rates.moved(card), self._kept(kernel, rates)
             found[kernel.kind] += kernel.times * max(computed, kept * moved)
             found[MOVING] += kernel.times * kept * rates.gap

@@ -24,11 +24,13 @@ from g2rpo.lab.plan.models import KnownModels, Model, RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.models.blueprint import read_blueprint
+from g2rpo.models.offload import faults_of_offload
 from g2rpo.models.pipeline_files import caution
+from g2rpo.models.quantized import faults_of_quantization
 from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.train.build import Planned
-from g2rpo.train.checks import check_policy
+from g2rpo.train.checks import check_policy, faults_of_autocast
 from g2rpo.train.consistency import SETTINGS, refuse_all
 from g2rpo.train.found import find_settings
 from g2rpo.train.ranks import divided, faults_of_sharding, prompts_to_come, shard_group
@@ -258,7 +260,6 @@ class Planner:
         note = self._notes.append
         self.config = completed(load_config(recipe, overrides, note), note)
         check_rewards(self.config.all_rewards)
-        refuse(faults_of_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node)))
         refuse_all(SETTINGS, find_settings(self.config))
         self.heldout, self.distinct, self.text_tokens = self._count_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
@@ -271,6 +272,10 @@ class Planner:
             config = self.config
             if more:
                 config = completed(load_config(self.recipe, [*self.overrides, *more]))
+            policy = config.policy
+            refuse(faults_of_quantization(policy.quantize, policy.tuning))
+            refuse(faults_of_offload(policy, policy.tuning, "cuda" if cuda else "cpu"))
+            refuse(faults_of_autocast(config))
             self._made[cuda, more] = make_plan(
                 config,
                 cuda=cuda,

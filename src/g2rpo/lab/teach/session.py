@@ -96,11 +96,9 @@ class Learnt:
     def rise(self) -> tuple[float, float]:
         """The rise of the head's utility of held-out pictures, in standard deviations within groups,
         and its posterior standard deviation."""
-        return (
-            (0.0, 0.0)
-            if self.head is None or self.heldout is None
-            else self.head.rise(*self.heldout)
-        )
+        if self.head is None or self.heldout is None:
+            return 0.0, 0.0
+        return self.head.rise(*self.heldout)
 
     @property
     def enough(self) -> bool:
@@ -349,9 +347,10 @@ class Session:
         before, seen = self._features(base), self._features(now)
         last = learnt.heldout[1] if learnt.heldout else before
         nearer = bool(learnt.head(seen).mean() > learnt.head(last).mean())
-        learnt.since, learnt.useless = 0, 0 if nearer or wrong else learnt.useless + 1
-        learnt.rate_factor *= SHRINK_RATE if wrong else GROW_RATE
-        learnt.rate_factor = min(LARGEST_FACTOR, learnt.rate_factor)
+        learnt.since = 0
+        learnt.useless = 0 if nearer or wrong else learnt.useless + 1
+        factor = learnt.rate_factor * (SHRINK_RATE if wrong else GROW_RATE)
+        learnt.rate_factor = min(LARGEST_FACTOR, factor)
         if not wrong and learnt.useless == MOST_USELESS_LOOKS:
             wrong = ["no nearer to your choices"]
         learnt.said = ", ".join(f"{name} {one}" for name, one in judges.items())
