@@ -66,6 +66,19 @@ def test_an_adapter_is_read_whatever_its_file_is_called(flux_directory, tmp_path
         sampling.load(file)  # modules that a second adapter lacks would keep the first one's
 
 
+@pytest.mark.parametrize(
+    ("kind", "ends"), [("LoKr", ["lokr_w1", "lokr_w2"]), ("LoHa", ["hada_w1_a", "hada_w1_b"])]
+)
+def test_an_adapter_of_another_kind_is_named_and_no_transformer(
+    flux_directory, tmp_path, kind, ends
+):
+    """As ai-toolkit and LyCORIS write them, without alphas."""
+    file, module = tmp_path / "other.safetensors", "lycoris_transformer_blocks_0_attn_to_q"
+    save_file({f"{module}.{end}": torch.ones(4, 4) for end in ends}, file)
+    with pytest.raises(UserError, match=rf"other\.safetensors: is a {kind} .* not supported"):
+        built(flux_directory).load(file)
+
+
 CHANGES = {
     "another model": (
         lambda tensors: {f"x{name}": value for name, value in tensors.items()},

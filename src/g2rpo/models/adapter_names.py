@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -182,8 +183,7 @@ def patterns_of(modules: Collection[str]) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A module in diffusers, its rows, and whether the original weights have its halves the other
     way round: shift and scale."""
 
@@ -272,7 +272,7 @@ def _parts_of(module: str, parts: Mapping[str, list[_Part]]) -> list[_Part]:
         first = parts.get(re.sub(r"\d+", "0", name, count=1)) if number else None
         if number and first:
             return [
-                _Part(re.sub(r"\d+", number[0], part.module, count=1), part.rows, part.swapped)
+                part._replace(module=re.sub(r"\d+", number[0], part.module, count=1))
                 for part in first
             ]
     return []

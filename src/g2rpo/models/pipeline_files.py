@@ -320,9 +320,9 @@ def check_weights(path: Path) -> None:
 
 
 def is_adapter(file: Path) -> bool:
-    """Whether a file of weights holds an adapter, and no whole transformer."""
+    """Whether a file of weights holds an adapter, of whatever kind, and no whole transformer."""
     with safe_open(file, "pt") as tensors:
-        return any("lora" in name for name in tensors.keys())  # noqa: SIM118  no mapping
+        return any(re.search(r"lora|\.(lokr|hada|b?oft)_", name) for name in tensors.keys())  # noqa: SIM118  no mapping
 
 
 def weights_of_file(file: Path, transformer: nn.Module) -> dict[str, Tensor]:
