@@ -99,8 +99,9 @@ class Adapter:
             )
         both = Adapter(layers)
         sizes = dict.fromkeys(self.metadata.keys() & SIZES, str(both.rank))
-        kept = self.metadata.keys() - {CONFIG, OWN_ALPHA}
-        return replace(both, metadata={key: self.metadata[key] for key in kept} | sizes)
+        left_out = (CONFIG, OWN_ALPHA)
+        kept = {key: text for key, text in self.metadata.items() if key not in left_out}
+        return replace(both, metadata=kept | sizes)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """The factors by diffusers' endings, after `prefix`."""
