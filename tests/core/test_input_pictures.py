@@ -42,6 +42,19 @@ def test_pictures_are_read_upright_in_rgb(tmp_path):
     assert read_inputs("a") == read_inputs(Prompt("a")) == []
 
 
+@pytest.mark.parametrize(
+    ("order", "size"), [(b"MM\0*", (4, 6)), (b"MM\0\1", (6, 4))], ids=["entry", "header"]
+)
+def test_damaged_exif_is_no_damage_of_the_picture(tmp_path, order, size):
+    """A quarter turn beside a resolution that is a text; and a header that is none."""
+    entries = [(0x0112, 3, 1, b"\0\6\0\0"), (0x011A, 2, 2, b"x\0\0\0")]
+    listed = b"".join(struct.pack(">HHI", *entry[:3]) + entry[3] for entry in entries)
+    exif = b"Exif\0\0" + order + struct.pack(">IH", 8, 2) + listed + bytes(4)
+    prompt = Prompt("a", [picture(tmp_path / "a.jpg", exif=exif)])
+    images.check_inputs([prompt])
+    assert [read.size for read in read_inputs(prompt)] == [size]
+
+
 def png(depth, kind, row, transparent=b"", palette=b""):
     """A PNG of one row of two pixels, by the specification: `kind` 0 grey, 2 RGB, 3 palette, 4 grey
     and alpha, 6 RGBA."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import PIL
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from g2rpo.core.data import Prompt, plain_prompt
@@ -183,13 +183,36 @@ def as_rgb(picture: Image.Image) -> Image.Image:
     """A picture that was just opened as RGB with 8 bits, upright, on white where it is
     transparent."""
     _scale_transparent_level(picture)
-    upright = ImageOps.exif_transpose(picture)
+    upright = _upright(picture)
     if upright.mode.startswith("I"):
         upright = _from_16_bits(upright)
     if not upright.has_transparency_data:
         return upright.convert("RGB")
     seen = upright.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""By the orientation in EXIF."""
+
+
+def _upright(picture: Image.Image) -> Image.Image:
+    """A picture turned as its EXIF says. EXIF may be damaged where the picture is whole:
+    `ImageOps.exif_transpose` fails then, also where only another entry is."""
+    picture.load()
+    try:
+        turn = TURNS.get(picture.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow does not document which
+        return picture
+    return picture if turn is None else picture.transpose(turn)
 
 
 def _scale_transparent_level(picture: Image.Image) -> None:
