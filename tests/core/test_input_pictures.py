@@ -50,7 +50,7 @@ def test_damaged_exif_is_no_damage_of_the_picture(tmp_path, order, size):
     entries = [(0x0112, 3, 1, b"\0\6\0\0"), (0x011A, 2, 2, b"x\0\0\0")]
     listed = b"".join(struct.pack(">HHI", *entry[:3]) + entry[3] for entry in entries)
     exif = b"Exif\0\0" + order + struct.pack(">IH", 8, 2) + listed + bytes(4)
-    prompt = Prompt("a", [picture(tmp_path / "a.jpg", exif=exif)])
+    prompt = Prompt("a", [picture(tmp_path / "a.jpg", exif=exif, dpi=(72, 72))])
     images.check_inputs([prompt])
     assert [read.size for read in read_inputs(prompt)] == [size]
 
