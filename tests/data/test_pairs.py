@@ -191,6 +191,12 @@ def test_of_a_folder_of_splits_that_of_training_is_read_without_other_pictures(f
     parquet([own | {"prompt": "a dog"}], "set/data/test-00000-of-00001.parquet")
     found = read_pairs("set")
     assert seen(found) == PAIR and found[0].prompt.metadata == {"seeds": [1, 2]}
+    parquet([own, own | {"rejected": chosen}], "set/data/train-00001-of-00002.parquet")
+    with pytest.raises(UserError, match=r"train-00001-of-00002\.parquet, row 2: .* same picture"):
+        read_pairs("set")
+    Path("set/data/train-00001-of-00002.parquet").write_bytes(b"cut short")
+    with pytest.raises(UserError, match=r"train-00001-of-00002\.parquet: cannot be read"):
+        read_pairs("set")
 
 
 @pytest.mark.parametrize("name", ["p.BMP", "p.Gif", "p.tif", "p.avif"])

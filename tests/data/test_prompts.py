@@ -1,5 +1,6 @@
 """Prompts from every kind of source, and their order."""
 
+import csv
 import json
 import pickle
 import sys
@@ -55,6 +56,13 @@ def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, row):
     content = content.encode().decode("unicode_escape").encode()
     (tmp_path / name.split(":")[0]).write_bytes(content)
     assert texts(f"{tmp_path}/{name}") == ['a, "b"', "c"]
+
+
+def test_the_first_table_of_a_process_may_have_a_long_header(tmp_path):
+    csv.field_size_limit(2**17)  # Python's own
+    (tmp_path / "a.csv").write_text("x" * 2**18)
+    with pytest.raises(UserError, match="has no column 'prompt'"):
+        read_prompts(tmp_path / "a.csv")
 
 
 def test_only_the_ends_of_a_line_are_looked_at(monkeypatch):
@@ -193,7 +201,9 @@ def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch)
     metadata["include"] = [{"class": "dog", "count": 2}]
     folder = f"hf:{parquet.parent}"
     cut = f"{folder}:train[:1]+train[1:]:caption"
-    for source in (parquet, f"{parquet}:caption", folder, f"{folder}:train:caption", cut):
+    monkeypatch.setenv("HOME", str(parquet.parent.parent))
+    home = f"hf:~/{parquet.parent.name}"
+    for source in (parquet, f"{parquet}:caption", folder, home, f"{folder}:train:caption", cut):
         prompts = read_prompts(source)
         assert list(map(str, prompts)) == ["a", "Zürich"] and prompts[0].metadata == metadata
         digest_of_prompts(prompts)

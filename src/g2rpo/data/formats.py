@@ -164,6 +164,7 @@ def column_of(names: Sequence[str], wanted: str = "") -> str:
 def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, dict[str, str]]]:
     """The numbered records of a CSV text with a header. The delimiter is the first with which the
     header has a column of prompts (`column_of`). ValueError says what is wrong."""
+    csv.field_size_limit(LARGEST_FILE)  # of the whole process; pictures in base64 are cells too
     text = re.sub(r"^sep=.\n", "\n", text)  # Excel's own first line
     first = text.lstrip().split("\n", 1)[:1]
     for delimiter in delimiters:
@@ -200,7 +201,6 @@ def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, 
 
 def _rows(text: str, delimiter: str, quoting: Literal[0, 3]) -> list[tuple[int, list[str]]]:
     """Rows that are not blank, with the number of their last line."""
-    csv.field_size_limit(LARGEST_FILE)  # of the whole process; pictures in base64 are cells too
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
     )

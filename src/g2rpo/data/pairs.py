@@ -8,7 +8,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -228,7 +228,9 @@ def _compared_in(path: Path) -> Iterator[ComparedPictures | None]:
     elif tables:
         train = [table for table in tables if table.name.startswith("train")]
         for table in train or tables:
-            yield from _compared_in(table)
+            with placed(f"{table.name}: ", kind=ValueError):
+                for one in _compared_in(table):
+                    yield one and replace(one, place=f"{table.name}, {one.place}")
     elif path.is_dir():
         raise ValueError("is a folder without good/ and bad/, and without .parquet files")
     elif not path.exists():

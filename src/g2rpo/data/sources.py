@@ -242,7 +242,7 @@ def _from_hub(source: str) -> list[Prompt]:
     # a split may be "train[:100]+test"
     named = re.match(r"hf:([^:]*):?((?:\[[^]]*\]|[^:[])*):?(.*)", source, re.DOTALL)
     assert named is not None  # every part may be empty
-    name, split, column = named[1], named[2] or "train", named[3]
+    name, split, column = os.path.expanduser(named[1]), named[2] or "train", named[3]
     subset = None
     if not Path(name).is_dir() and name.count("/") == 2:
         name, subset = name.rsplit("/", 1)
