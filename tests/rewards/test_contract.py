@@ -285,6 +285,8 @@ def test_any_function_is_a_reward(tmp_path):
         ([np.float32(1), np.array(2.0)], None),
         ([torch.tensor([1.0]), torch.tensor(2)], None),
         (np.array([1, 2]), None),
+        (np.array([2.0, 1.0])[::-1], None),
+        (np.array([1.0, 2.0], dtype=">f8"), None),
         (torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True), None),
         (None, "None"),
         ({"a": [1.0, 2.0], "b": [3.0, 4.0]}, r"a mapping of \['a', 'b'\]: return one of these"),
@@ -305,6 +307,12 @@ def test_what_rewards_of_other_trainers_return_is_read_or_named(answer, said):
     else:
         with pytest.raises(ValueError, match=f"should return 2 scores.* but returned {said}"):
             reward.scores(noise(2), ["a", "b"])
+
+
+def test_a_masked_score_is_none():
+    reward = as_reward(lambda images, prompts: np.ma.masked_array([1.0, 2.0], [False, True]))
+    one, none = reward.scores(noise(2), ["a", "b"])
+    assert one == 1 and none.isnan()
 
 
 def test_an_async_reward_is_waited_for():

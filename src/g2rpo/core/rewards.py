@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -183,6 +184,8 @@ def _as_numbers(answer: Any) -> Tensor | None:
     """The tensor of what a reward returned, in which None is NaN; None if it holds other things
     than numbers."""
     try:
+        if isinstance(answer, np.ndarray) and answer.ndim == 1:
+            answer = answer.tolist()  # torch refuses some, and does not see what is masked
         if isinstance(answer, list | tuple):
             answer = [math.nan if value is None else _number(value) for value in answer]
         return torch.as_tensor(answer)
