@@ -75,10 +75,15 @@ def remove_unfinished(folder: Path) -> None:
     """Removes unfinished files of a killed process from `folder` and its folders; the caller must
     hold its lock. Those that have a lock of their own, such as export/ of a run, are left to the
     next process that enters them: another may be writing there now."""
-    own = [lock.parent for lock in folder.rglob(f"*/{LOCK}")]
-    for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # innermost first
-        if not any(map(left.is_relative_to, own)):
-            remove(left)
+    for place, folders, files in os.walk(folder):
+        if LOCK in files and place != str(folder):
+            folders.clear()
+            continue
+        for name in [*folders, *files]:
+            if name.startswith(UNFINISHED):
+                # a report is written without a lock, and may be finished by now
+                with suppress(FileNotFoundError):
+                    remove(Path(place, name))
 
 
 def remove(path: Path) -> None:

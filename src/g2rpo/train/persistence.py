@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.files import add_metadata, remove_unfinished, whole, writing
+from g2rpo.core.files import add_metadata, whole, writing
 from g2rpo.core.rewards import Reward
 from g2rpo.core.types import AlgorithmState, Policy
 from g2rpo.models.adapters import AdapterFile
@@ -134,7 +134,6 @@ class Persistence:
             if not self.run.writes:  # the other ranks' shards are gathered
                 return save(folder) if self.shards.divided else folder
             with writing(folder):
-                remove_unfinished(self.run.path)
                 with whole(folder) as unfinished:
                     saved = save(unfinished)
                     if saved.suffix == ".safetensors":

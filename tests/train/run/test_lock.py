@@ -182,6 +182,29 @@ def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path
     assert left == ["checkpoints", "config.yaml", "export", "merged", "samples", "weights"]
 
 
+def test_what_another_process_finishes_while_a_run_is_opened_is_no_error(tmp_path, monkeypatch):
+    """A report is written without the run's lock; a folder goes before it is listed, and a file
+    before it is removed."""
+    for name in ("samples/.unfinished_1", "samples/deep/.unfinished_2"):
+        (tmp_path / name).mkdir(parents=True)
+    scandir, rmtree = os.scandir, shutil.rmtree
+
+    def listed(folder):
+        if str(folder).endswith("deep"):
+            rmtree(folder)
+        return scandir(folder)
+
+    def removed(folder, **how):
+        rmtree(folder)
+        rmtree(folder, **how)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    Run(tmp_path).claim(config())
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.rglob("[!.]*")) == ["config.yaml", "samples"]
+
+
 @pytest.mark.parametrize("make", [lambda place: place.symlink_to("target"), os.mkfifo])
 def test_what_is_kept_open_is_a_file_and_no_link(tmp_path, make):
     (tmp_path / "target").write_text("mine")

@@ -15,7 +15,7 @@ import torch
 
 import g2rpo
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.files import write_whole
+from g2rpo.core.files import whole_file, write_whole
 from g2rpo.lab.sample import _write_all
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.evaluation.controls import NO_CONTROL
@@ -36,7 +36,9 @@ def test_a_card_goes_with_the_weights_that_it_is_about(tmp_path):
     list(more.train())
     more.export()
     assert not card.exists()
-    more.finish()
+    with whole_file(tmp_path / "report.html") as report:  # as `g2rpo report` writes it meanwhile
+        more.finish()
+        report.touch()
     assert card.is_file() and not list(tmp_path.rglob(".unfinished*"))
 
 
@@ -84,7 +86,9 @@ def test_a_kill_while_weights_are_written_leaves_no_half_of_them(tmp_path):
     (victim,) = ranks.start(1, exports, tmp_path)
     victim.join()
     assert victim.exitcode == -signal.SIGKILL and not (tmp_path / "adapter").exists()
-    finished(resumed(tmp_path))
+    more = resumed(tmp_path)
+    Run(tmp_path).claim(more.config)  # as every command that resumes it
+    finished(more)
     weights = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert {"README.md", "gaussian.safetensors"} <= weights
     assert [path.name for path in tmp_path.rglob(".*")] == [".lock"]
