@@ -133,13 +133,12 @@ class Persistence:
         with self.learner.averaged(), self.run.holding():
             if not self.run.writes:  # the other ranks' shards are gathered
                 return save(folder) if self.shards.divided else folder
-            with writing(folder):
-                with whole(folder) as unfinished:
-                    saved = save(unfinished)
-                    if saved.suffix == ".safetensors":
-                        add_metadata(saved, self.header(iteration))
-                    if self.run.finished_at() == iteration:
-                        copy_card(folder, unfinished)
+            with writing(folder), whole(folder) as unfinished:
+                saved = save(unfinished)
+                if saved.suffix == ".safetensors":
+                    add_metadata(saved, self.header(iteration))
+                if self.run.finished_at() == iteration:
+                    copy_card(folder, unfinished)
             self.run.mark_saved()
         return folder / saved.relative_to(unfinished)
 
