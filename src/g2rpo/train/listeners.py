@@ -205,8 +205,8 @@ class Log(Listener):
             return
         run, iteration = self.trainer.run, self.trainer.iteration
         config = self.trainer.config.model_dump(mode="json")
-        feed = Feed(self.trainer.trackers, run.path, iteration, config, run.notify)
-        with run.holding(), run.logging(iteration) as write, feed:
+        of = self.trainer.trackers, run.path, iteration, config, run.notify
+        with run.holding(), run.logging(iteration) as write, Feed(*of) as feed:
             self._open = write, feed
             try:
                 yield

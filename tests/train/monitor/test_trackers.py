@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
 from g2rpo.train.consistency import complaints_of
 from g2rpo.train.monitor.trackers import BACKLOG, Feed, build_trackers, faults_of_tracker, scalars
 from g2rpo.train.run.folder import Run
@@ -224,3 +225,11 @@ def test_a_tracker_that_breaks_is_named_once_and_asked_no_more(tmp_path, error):
     kind = type(error).__name__
     assert told == [f"tracker Broken failed ({kind}: no network); the run goes on without it"]
     assert broken.rows == [0] and fine.rows == [0, 1, 2, 3, 4, False]
+
+
+def test_no_tracker_is_begun_for_a_run_whose_log_is_damaged(tmp_path, monkeypatch):
+    """It would never be told of an end."""
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    monkeypatch.setattr("g2rpo.train.listeners.Feed", pytest.fail)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1"):
+        next(trainer(tmp_path).train())
