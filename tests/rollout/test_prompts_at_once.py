@@ -1,4 +1,4 @@
-"""`Collector.at_once`: some prompts' pictures are scored while the next are rolled out; nothing
+"""`Collector.prompts_at_once`: some prompts' pictures are scored while the next are rolled out; nothing
 else changes."""
 
 import threading
@@ -23,7 +23,8 @@ THREE = "trainer.prompts_per_iteration=3"
 
 def run(*options, iterations=2, at_once=None, **parts):
     t = trainer(None, THREE, *options, **parts)
-    t.collector.at_once = at_once
+    if at_once is not None:
+        t.collector.prompts_at_once = lambda spec, every: min(at_once, every)
     rows = [t.iterate() for _ in range(iterations)]
     return t.learner.parameters[0].detach().clone(), rows
 

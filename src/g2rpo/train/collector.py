@@ -115,10 +115,6 @@ class Collector:
     shards: Replicated
     division: Division
     on_evaluations: Callable[[int], None]
-    at_once: int | None = None
-    """Prompts rolled out together, while another thread decodes and scores the pictures of earlier
-    ones. None: all or, if a reward waits for an answer or is on another device than the network, as
-    many as fill a batch."""
 
     @property
     def first(self) -> int:
@@ -241,13 +237,13 @@ class Collector:
         )
 
     def prompts_at_once(self, spec: RolloutSpec, every: int) -> int:
-        """How many prompts are rolled out together, of `every`."""
-        chosen = self.at_once
-        if chosen is None and any(
-            waited_for(reward, self.policy.device) for reward in spec.rewards.values()
-        ):
-            chosen = max(1, self.sizes.rollout // (len(spec.plans) * spec.group_size))
-        return min(chosen or every, every)
+        """How many prompts are rolled out together, of `every`: all or, if a reward waits for an
+        answer or is on another device than the network, as many as fill a batch, while another
+        thread decodes and scores the pictures of earlier ones."""
+        if any(waited_for(reward, self.policy.device) for reward in spec.rewards.values()):
+            fitting = self.sizes.rollout // (len(spec.plans) * spec.group_size)
+            return min(every, max(1, fitting))
+        return every
 
     def roll_out(
         self, spec: RolloutSpec, cond: Cond, rows: Sequence[int]

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -38,11 +37,10 @@ class _Hold:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that entered a folder last, at `since` (seconds since 1970)."""
+    """The process that entered a folder last."""
 
     pid: int
     host: str
-    since: float = 0.0
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -100,7 +98,7 @@ def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, li
         else:
             if _is_at(descriptor, folder / LOCK):
                 os.ftruncate(descriptor, 0)
-                owner = Owner(os.getpid(), platform.node(), time.time())
+                owner = Owner(os.getpid(), platform.node())
                 os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
                 return descriptor, made
             os.close(descriptor)  # the lock file was removed before it was locked
