@@ -159,7 +159,7 @@ def test_what_was_submitted_is_not_waited_for_after_a_failure(monkeypatch):
 
     t = trainer(None, THREE, rewards={"bright": slow}, policy=policy)
     monkeypatch.setattr("g2rpo.train.collector.ThreadPoolExecutor", Pool)
-    t.collector.at_once = 1
+    t.collector.prompts_at_once = lambda spec, every: 1
     (last,) = policy.encode(t.prompts_of(0)[2:]).tensors["shift"].tolist()
     policy.velocity = third
     with pytest.raises(KeyboardInterrupt):
