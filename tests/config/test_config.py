@@ -73,6 +73,7 @@ trainer.iterations=[1 -> '[1' is no value
 trainer.seed=0512 -> '0512' is no value (it has 0512, which YAML reads to base 8: 330
 trainer.seed=1:30 -> '1:30' is no value (it has 1:30, which YAML reads to base 60: 90
 optim.learning_rate=1:30.5 -> it has 1:30.5, which YAML reads to base 60: 90.5
+optim.weight_decay=1.1e18 -> should be 0, or from 1e-18 to 1e+18 in size, got 1.1e+18
 trainer.iterations=yes -> trainer.iterations: should be a number, got True
 algorithm.granularities=[1,true] -> algorithm.granularities.1: should be a number, got True
 rewards.bright.weight=on -> rewards.bright.weight: should be a number, got True
@@ -215,3 +216,8 @@ def test_code_that_the_command_line_names_is_allowed_wherever_it_stands(override
     named = override.format(tmp_path / "own.py")
     config(named)
     assert plugins.find_class("trackers", f"{tmp_path}/own.py:It", {}).__name__ == "It"
+
+
+def test_the_limits_of_numbers_that_a_message_names_are_taken():
+    for limit in (1e-18, 1e18):
+        assert config(f"optim.weight_decay={limit}").optim.weight_decay == limit

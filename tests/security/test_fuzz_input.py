@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.read import load_config
-from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
+from g2rpo.config.resolve import LARGEST, SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core import plugins
 from g2rpo.core.errors import Stopped, UserError, refuse
 from g2rpo.core.files import append_line, digest_of
@@ -243,7 +243,7 @@ def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
     for key, now in float_keys(runs.config(*words)):
         if algorithm != "g2rpo" and not key.startswith("algorithm."):
             continue
-        for extreme in (1 / SMALLEST, SMALLEST, 0.0, -1.0):
+        for extreme in (LARGEST, SMALLEST, 0.0, -1.0):
             value = [extreme] * len(now) if isinstance(now, list) else extreme
             given = [*words, f"{key}={value}"]
             with contextlib.suppress(UserError, Stopped):

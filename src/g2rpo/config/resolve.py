@@ -30,8 +30,8 @@ CODE_KEYS = ("name", "kind", "target", "detector", "trackers")
 TAKES_OUT = ("", "~")
 """Values of an override that take an entry out; "null" too takes out a reward."""
 
-SMALLEST = 1e-18
-"""The smallest absolute value of a nonzero setting; the largest is its inverse."""
+SMALLEST, LARGEST = 1e-18, 1e18
+"""Absolute values of settings that are not 0."""
 
 G = TypeVar("G", bound=Section)
 
@@ -297,10 +297,10 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
 def _wrong_sizes(plain: Mapping[str, Any]) -> Iterator[str]:
     """Numbers of a group whose square overflows or underflows float32; options of rewards are not
     checked."""
-    wanted = f"should be 0, or from {SMALLEST:g} to {1 / SMALLEST:g} in size"
+    wanted = f"should be 0, or from {SMALLEST:g} to {LARGEST:g} in size"
     for key, leaf in _leaves(plain):
         for number in _numbers(leaf) if "options" not in key.split(".") else ():
-            if number and not SMALLEST <= abs(number) <= 1 / SMALLEST:
+            if number and not SMALLEST <= abs(number) <= LARGEST:
                 yield f"{key}: {wanted}, got {number:g}"
 
 
