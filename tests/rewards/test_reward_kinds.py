@@ -214,11 +214,12 @@ def test_settings_that_a_reward_leaves_behind_do_not_change_a_run(tmp_path, capl
 
 def test_few_scores_close_together_are_told_of_at_the_first_iteration():
     """20.9 in bfloat16 has steps of .125. Scores that are few by nature, as right or wrong, 1 to 5
-    or a share of letters, are no such."""
+    or a share of letters, are no such, nor are exact ones of a part of the members."""
     levels = torch.linspace(0, 1, 6).repeat(2)[None, None, None]  # of a group of 12
     exact = 20.9 + torch.linspace(0, 0.3, 12)[None, None, None]
     kinds = {
         "exact": exact,
+        "half scored": exact.where(torch.arange(12) % 2 == 0, torch.nan),
         "rounded": exact.bfloat16().float(),
         "right": levels.round(),
         "stars": (4 * levels).round() + 1,

@@ -91,13 +91,14 @@ def rounded(names: Sequence[str], rewards: Tensor) -> Iterator[str]:
     together and are few."""
     size = rewards.shape[-1]
     for name, own in zip(names, rewards.transpose(0, 1).flatten(1, 2), strict=True):
-        scored = [group[group.isfinite()].unique() for group in own]
-        groups = [scores for scores in scored if len(scores) > 1]
+        finite = [group[group.isfinite()] for group in own]
+        scored = [scores for scores in finite if len(scores.unique()) > 1]
+        groups = [scores.unique() for scores in scored]
         close = [float((each[-1] - each[0]) / each.abs().max()) <= CLOSE for each in groups]
-        count = sum(map(len, groups)) / max(1, len(groups))
-        if sum(close) * 2 > len(close) and count <= size / 2:
+        count, members = sum(map(len, groups)), sum(map(len, scored))
+        if sum(close) * 2 > len(close) and count * 2 <= members:
             step = min(float(scores.diff().min()) for scores in groups)
-            few = f"{count:.2g} different scores in a group of {size}, in steps of {step:.2g}"
+            few = f"{count / len(groups):.2g} different scores in a group of {size}, in steps of {step:.2g}"
             yield (
                 f"reward '{name}': {few} near {float(groups[0][0]):.4g}. Equal ones tell no member from another; if the score "
                 "was rounded, as in bfloat16, compute it in float32"
