@@ -37,6 +37,9 @@ class Mine(GranularGRPO):
     def advantages(self, rewards, weights):
         return self._of("advantages", super().advantages(rewards, weights))
 
+    def metrics(self, log):
+        return self._of("metrics", super().metrics(log))
+
     def loss(self, batch, network):
         right = super().loss(batch, network)
         return self._of("loss", replace(right, values=self._of("values", right.values)))
@@ -65,6 +68,11 @@ RIGHT = GranularGRPO(branch_steps=(0, 1), granularities=(1, 2))
         ("plans", lambda plans: [], "at least one Plan"),
         (
             "plans",
+            lambda plans: [plans[0], ((0, 1), 6)],
+            "a list of Plan, but returned a tuple in it",
+        ),
+        (
+            "plans",
             lambda plans: [replace(plans[0], tails=plans[0].tails[:1], granularities=()), plans[1]],
             r"numbers of tails \[1, 2\]",
         ),
@@ -84,6 +92,19 @@ def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, fact):
     method_named = method.replace("values", "loss")
     with pytest.raises(UserError, match=f"^algorithm mine: {method_named} should return .*{fact}"):
         trained(Mine(method=method, wrong=wrong))
+
+
+@pytest.mark.parametrize(
+    ("more", "fact"),
+    [
+        ({"kl": torch.ones(())}, "Tensor is not JSON serializable"),
+        ({"note": "good"}, "note.*: Input should be a valid"),
+        ({"iteration": 0.5}, "iteration: Input should be a valid integer"),
+    ],
+)
+def test_metrics_that_no_log_can_hold_are_refused_before_a_run(more, fact):
+    with pytest.raises(UserError, match=f"^algorithm mine: a trial iteration .*{fact}"):
+        trained(Mine(method="metrics", wrong=lambda right: right | more))
 
 
 @pytest.mark.parametrize(

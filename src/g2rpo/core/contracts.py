@@ -52,6 +52,8 @@ def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int
 def _faults_of_plans(plans: Sequence[Plan], num_steps: int, iteration: int) -> Iterator[Fault]:
     if not plans:
         yield "at least one Plan", f"none in iteration {iteration}"
+    if other := [plan for plan in plans if not isinstance(plan, Plan)]:
+        yield "a list of Plan", f"a {type(other[0]).__name__} in it"
     if ends := {plan.tails[0][-1] for plan in plans} - {num_steps}:
         yield f"tails that end at step {num_steps}, the image", f"tails that end at {min(ends)}"
     if len(numbers := {len(plan.tails) for plan in plans}) > 1:

@@ -16,6 +16,7 @@ from g2rpo.core.data import Cond, Example, Loss
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import RewardFailed, UserError, placed, where
 from g2rpo.core.noise import generator_for
+from g2rpo.core.plain import as_json, parse_as
 from g2rpo.core.rewards import Scorer, as_reward
 from g2rpo.core.types import Algorithm
 from g2rpo.models.gaussian import GaussianPolicy
@@ -24,6 +25,7 @@ from g2rpo.rewards.catalogue import RewardKind
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.rollout.tails import Tails
 from g2rpo.train.found import Found
+from g2rpo.train.run.records import TrainingRow
 from g2rpo.train.trainer import Trainer
 
 TRIAL_PROMPTS = 2
@@ -64,7 +66,7 @@ def _try_algorithm(config: Config) -> None:
             heldout=prompts[:1],
         )
         trainer.updater.loss = partial(_checked_loss, config.algorithm, trainer.updater.loss)  # type: ignore[method-assign]
-        trainer.iterate()
+        parse_as(TrainingRow, as_json(trainer.iterate()))  # its log can be read again
     except UserError:
         raise
     except Exception as error:
