@@ -5,6 +5,7 @@ import shutil
 import struct
 import zlib
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -172,10 +173,13 @@ def test_prompts_given_as_objects_are_checked_before_anything_is_loaded(tmp_path
     """Pictures that are not there, and prompts that lack the picture that a model needs."""
     gone = Prompt("make it red", [str(tmp_path / "gone.png")])
     own = Prompt("a", [picture(tmp_path / "a.png")])
+    odd = Prompt("a", metadata={"count": np.int64(3)})  # as pandas has it
     absent = r"prompt 'make it red': input picture .*gone\.png: there is no such file"
     for prompts, heldout, message in (
         ([gone], ["0"], absent),
         (["0"], [gone], absent),
+        ([odd], ["0"], r"prompt 'a': is no plain data \(Object of type int64 is not JSON"),
+        (["0"], ["\ud800"], r"prompt '.ud800': is no plain data \(.*surrogates"),
         ([own], ["b"], "prompt 'b': has 0 input pictures, but this model takes 1"),
     ):
         given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}}

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from g2rpo.core.data import Prompt, plain_prompt
-from g2rpo.core.errors import UserError, refuse
+from g2rpo.core.errors import UserError, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local, real
 
 
@@ -66,8 +66,14 @@ def cut_picture(path: str, width: int, height: int) -> Tensor:
     return to_tensor([ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)]).float() / 255
 
 
-def check_inputs(prompts: Iterable[str]) -> None:
-    """Refuses prompts whose pictures are absent, damaged or too large; UserError names both."""
+def check_inputs(prompts: Sequence[str]) -> None:
+    """Refuses prompts whose text or metadata is no plain data, and whose pictures are absent,
+    damaged or too large; UserError names both."""
+    for prompt in prompts:
+        with placed(
+            f"{_prompt_in_short(prompt)}: is no plain data (", TypeError, ValueError, after=")"
+        ):
+            digest_of(plain_prompt(prompt))
     check_pictures(
         (path, _prompt_in_short(prompt)) for prompt in prompts for path in images_of(prompt)
     )
