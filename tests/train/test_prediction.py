@@ -79,7 +79,7 @@ def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch):
     assert (target.capacity, target.card) == (60 * gib, H100)
     used = "of whose 79.1 GiB other programs use 19.1 GiB"
     assert target.name == f"this machine's {name}, {used}"
-    with pytest.raises(UserError, match="--device=cuda:9: torch sees 1 CUDA devices"):
+    with pytest.raises(UserError, match="--device=cuda:9: torch sees 1 CUDA device here"):
         find_target("cuda:9")
 
 

@@ -79,9 +79,7 @@ def _algorithms(data: Any) -> Iterable[Any]:
         return ALGORITHMS.values()
     try:
         return [algorithm_class(str(with_name(data)["name"]))]
-    except (
-        UserError
-    ):  # an object's name, or code that may not be imported: its settings are unknown
+    except UserError:  # an object's name, or code that may not be imported
         return []
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 
 
 def accelerator(device: torch.device) -> Any:
@@ -74,7 +74,7 @@ def pick_device(name: str, key: str = "policy.device") -> str:
     if device.type == "cuda" and (device.index or 0) >= count:
         auto = "policy.device=auto takes what there is"
         raise UserError(
-            f"{sees} {count} CUDA devices here; {auto if key == 'policy.device' else without}"
+            f"{sees} {counted(count, 'CUDA device')} here; {auto if key == 'policy.device' else without}"
         )
     return name
 

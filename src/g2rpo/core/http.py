@@ -22,9 +22,6 @@ from typing import Any, TypeVar
 from g2rpo.core.errors import UserError, shown, without_secrets
 from g2rpo.core.plain import parse_as, printable
 
-log = logging.getLogger(__name__)
-Q = TypeVar("Q")
-S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_ANSWER = 16 * 2**20
@@ -225,11 +222,8 @@ class _Exchange:
             self.client = httpx2.Client(
                 verify=_tls(), timeout=timeout_s, trust_env=not is_loopback(self.asked.host)
             )
-        except (
-            ValueError,
-            httpx2.InvalidURL,
-            ImportError,
-        ):  # whose message may repeat a proxy's password
+        # whose message may repeat a proxy's password
+        except (ValueError, httpx2.InvalidURL, ImportError):
             raise UserError(
                 "a proxy variable of the environment (http_proxy, https_proxy, all_proxy) holds no address that can be used: "
                 "it is http://, https://, socks5:// or socks5h://, and HOST:PORT"

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from g2rpo.core.data import Prompt, plain_prompt
-from g2rpo.core.errors import UserError, placed, refuse
+from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local, real
 
 
@@ -87,7 +87,7 @@ def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
     for prompt in prompts:
         if not least <= (count := len(images_of(prompt))) <= most:
             raise UserError(
-                f"{_prompt_in_short(prompt)}: has {count} input pictures, but this model takes {wanted}"
+                f"{_prompt_in_short(prompt)}: has {counted(count, 'input picture')}, but this model takes {wanted}"
             )
 
 

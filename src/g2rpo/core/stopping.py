@@ -102,9 +102,7 @@ def stoppable(message: str) -> Iterator[Stopping]:
     except Preempted as error:
         error.exit_code = EXIT_CODES[stopping.asked or signal.SIGTERM]
         raise
-    except (
-        SystemExit
-    ) as error:  # from the user's code, such as a reward; an exit code of 0 would be wrong
+    except SystemExit as error:  # from the user's code; an exit code of 0 would be wrong
         raise Stopped(
             f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}"
         ) from error

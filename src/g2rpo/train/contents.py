@@ -47,12 +47,8 @@ def source_of(thing: Any) -> str:
         return ""
     try:
         return f"source of {kind.__qualname__}, {_short_digest(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
-    except (
-        OSError,
-        TypeError,
-        SyntaxError,
-        tokenize.TokenError,
-    ):  # defined interactively, or not in a Python file
+    # defined interactively, or not in a Python file
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return ""
 
 

@@ -24,8 +24,9 @@ from g2rpo.train.listeners import Listener
 from g2rpo.train.monitor.pictures import PictureRow, decode_reduced, save_grid, stills
 
 CLOSE = 0.05
-"""The range of scores in a group, as a part of them, of which few are a sign of rounding: scores that
-are few by nature, as 0 and 1, or 1 to 5, lie further apart."""
+"""Scores of a group lie close together if their range is at most this part of the largest one. Few
+such scores are a sign of rounding: those that are few by nature, as 0 and 1, or 1 to 5, lie further
+apart."""
 ADVANTAGE = "advantage"
 """The name of a member's advantage among its scores in the grid."""
 
@@ -87,8 +88,7 @@ class FirstGroup(Listener):
 
 
 def rounded(names: Sequence[str], rewards: Tensor) -> Iterator[str]:
-    """How many different scores a group has by those of rewards [N, R, M, G] whose scores lie close
-    together and are few."""
+    """What to say of rewards [N, R, M, G] whose scores in a group lie close together and are few."""
     size = rewards.shape[-1]
     for name, own in zip(names, rewards.transpose(0, 1).flatten(1, 2), strict=True):
         finite = [group[group.isfinite()] for group in own]

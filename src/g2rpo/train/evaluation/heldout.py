@@ -63,8 +63,7 @@ class Scored(BaseModel):
 
 
 class Member(Scored):
-    """A row of the group of the first iteration, `how` whose members are sampled, with so many
-    `tails`."""
+    """A row of the first iteration's group: how its members are sampled, with how many tails."""
 
     tails: Annotated[int, Field(ge=1, le=250)]
     how: str

@@ -35,7 +35,7 @@ HELPS = {
     "pictures": "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
     "diversity": "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
 }
-"""By alarm (`train.monitor.alarms.ALARMS`)."""
+"""By alarm."""
 LEAST_DIVERSITY = 0.5
 """The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
 DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
@@ -304,8 +304,7 @@ def fallen(name: str) -> Look:
 
 @dataclass(frozen=True)
 class Watch:
-    """An alarm: what it says of the newest row of training, or of an evaluation; what
-    helps is in `train.monitor.alarms`."""
+    """What an alarm says of the newest row of training, or of an evaluation."""
 
     train: Look = lambda log: None
     eval: Look = lambda log: None
