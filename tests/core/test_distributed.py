@@ -213,10 +213,11 @@ def test_an_environment_without_numbers_is_refused(monkeypatch, variable):
 
 
 LAUNCHED = """
-SLURM_PROCID=0 SLURM_NTASKS=8 -> srun has .*RANK=[$].*docs/scaling.md
-SLURM_PROCID=1 SLURM_NTASKS=8 -> None
-SLURM_PROCID=0 SLURM_NTASKS=8 RANK=0 WORLD_SIZE=8 -> None
-SLURM_PROCID=0 SLURM_NTASKS=1 -> None
+SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=8 -> srun has .*RANK=[$].*docs/scaling.md
+SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=8 -> None
+SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=8 RANK=0 WORLD_SIZE=8 -> None
+SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 -> None
+SLURM_PROCID=0 SLURM_NTASKS=8 -> None
 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 -> mpirun has .*RANK=[$]
 PMI_SIZE=2 -> mpiexec has .*RANK=[$]
 PMI_SIZE=two -> None
@@ -225,6 +226,7 @@ PMI_SIZE=two -> None
 
 @pytest.mark.parametrize(("variables", "said"), rows(LAUNCHED))
 def test_processes_that_each_train_alone_are_told_once(monkeypatch, variables, said):
+    """A batch script of a job with several tasks is a single process."""
     for name in ("RANK", "WORLD_SIZE", *(name for own in LAUNCHERS.values() for name in own)):
         monkeypatch.delenv(name, raising=False)
     for pair in variables.split():

@@ -237,7 +237,7 @@ def number_in(variable: str, default: int) -> int:
 
 
 LAUNCHERS = {
-    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpiexec": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
 }
