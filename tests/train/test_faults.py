@@ -315,6 +315,26 @@ def test_a_reward_without_any_score_ends_the_run_after_a_while(monkeypatch):
         list(t.train())
 
 
+def test_iterations_without_any_score_count_over_starts(tmp_path, monkeypatch):
+    """Of a job that is requeued after every few."""
+    monkeypatch.setattr(listeners, "UNSCORED", 3)
+
+    def reward(images, prompts):
+        scores = brightness(images, prompts)
+        return scores * torch.nan if t.iteration else scores
+
+    how = [*LONG, "evaluation.every=100", "trainer.checkpoint_every=1"]
+    t = trainer(tmp_path, *how, rewards={"bright": reward})
+    rows = t.train()
+    while t.iteration < 3:
+        next(rows)
+    rows.close()
+    t = resumed(tmp_path, *how, rewards={"bright": reward})
+    assert t.iteration == 2
+    with pytest.raises(Stopped, match="iteration 4: reward 'bright' gave no score at all in 3"):
+        list(t.train())
+
+
 def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(
     tmp_path, monkeypatch
 ):

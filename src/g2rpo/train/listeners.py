@@ -18,6 +18,7 @@ from torch import Tensor
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import Stopped
+from g2rpo.core.statistics import or_nan
 from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.monitor.alarms import HELPS, Scores
@@ -86,11 +87,9 @@ class EarlyStop(Listener):
 
     asked: bool = False
     """Whether a new alarm is to end the run."""
-    # iterations in a row without any score, by reward; one of weight 0 need not have one
-    unscored: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.unscored = dict.fromkeys(self.trainer.config.trained, 0)
+    unscored: Sequence[str] = ()
+    """Rewards without any score in the last `UNSCORED` iterations; one of weight 0 need not have
+    one."""
 
     def load_history(self, rewards: Sequence[str], prompts: int) -> None:
         """Gives the alarms what earlier starts logged and scored, up to the current iteration:
@@ -111,18 +110,23 @@ class EarlyStop(Listener):
                 said = f"{name}: {row['alarms'][name]}. What helps: {HELPS[name]}"
                 self.trainer.run.notify(f"alarm after iteration {row['iteration']}: {said}")
         if evaluation is None:
-            for name, count in self.unscored.items():
-                self.unscored[name] = count + 1 if math.isnan(row[f"reward/{name}"]) else 0
+            rows = [each for each in self.trainer.alarms.rows if each["kind"] == "train"]
+            newest = rows[-UNSCORED:]
+            self.unscored = [
+                name
+                for name in self.trainer.config.trained
+                if len(newest) == UNSCORED
+                and all(math.isnan(or_nan(each.get(f"reward/{name}"))) for each in newest)
+            ]
 
     def asks(self) -> Ask:
         """Raises `Stopped` after too many iterations without a score, or too many updates in a row
         that were skipped because of their gradient; weights are those of the last update."""
         iteration, skipped = self.trainer.iteration, self.trainer.updater.skipped_in_a_row
-        for name, count in self.unscored.items():
-            if count >= UNSCORED:
-                raise Stopped(
-                    f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row"
-                )
+        for name in self.unscored:
+            raise Stopped(
+                f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row"
+            )
         if skipped >= SKIPPED:
             self.trainer.save()
             how_long = f"{skipped} updates in a row"
