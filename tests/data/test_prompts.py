@@ -58,6 +58,12 @@ def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, row):
     assert texts(f"{tmp_path}/{name}") == ['a, "b"', "c"]
 
 
+@pytest.mark.parametrize("source", ["", " ", "hf:", "hf::train"])
+def test_a_source_without_a_name_is_refused(source):
+    with pytest.raises(UserError, match="'.*': names no prompts; write a file, hf:OWNER/NAME or"):
+        read_prompts(source)
+
+
 def test_the_first_table_of_a_process_may_have_a_long_header(tmp_path):
     csv.field_size_limit(2**17)  # Python's own
     (tmp_path / "a.csv").write_text("x" * 2**18)

@@ -69,6 +69,8 @@ def read_prompts(source: str | Path) -> list[Prompt]:
       one, by default its split "train" (needs the extra `data`).
     """
     name = str(source)
+    if not name.removeprefix("hf:").partition(":")[0].strip():
+        raise UserError(f"{name!r}: names no prompts; write a file, hf:OWNER/NAME or starter:train")
     if name.startswith("hf:"):
         return _from_hub(name)
     with placed(""):
