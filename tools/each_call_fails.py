@@ -49,8 +49,10 @@ def call(library: ctypes.CDLL, folder: Path, fails: int, error: str, *arguments:
     said = os.open(folder.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1), os.dup2(said, 2)
     from g2rpo.cli.main import main
+    from g2rpo.core.process import steady_streams
     from g2rpo.train.run import checkpoint
 
+    steady_streams()  # as the command g2rpo does
     saving, memory = checkpoint.save_checkpoint, ctypes.c_int.in_dll(library, "each_memory")
 
     def saved(*values, **options):  # type: ignore[no-untyped-def]
