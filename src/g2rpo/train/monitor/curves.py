@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LINE_COLOURS = ("#0067a8", "#c24e00", "#00805e", "#a8447f", "#8a6400", "#4c4f57")
-MARKERS = ("o", "s", "^", "D", "X", "P")
-DASHES = ((), (3.5, 2), (1, 2), (4.5, 1.75, 1, 1.75), (6, 2), (2, 1.5))
-"""Of line styles 0 to 5, which further ones repeat; dashes in line widths, as stroke, gap, ..."""
+LINE_COLOURS = ("#0067a8", "#c24e00", "#00805e", "#a8447f", "#8a6400", "#4c4f57", "#6240b5")
+MARKERS = ("o", "s", "^", "D", "X", "P", "v")
+DASHES = ((), (3.5, 2), (1, 2), (4.5, 1.75, 1, 1.75), (6, 2), (2, 1.5), (5, 1.5, 1, 1.5, 1, 1.5))
+"""Of line styles 0 to 6, which further ones repeat; dashes in line widths, as stroke, gap, ..."""
 FIGURE_PAPER, FIGURE_SOFT, GRID = "#ffffff", "#5d6069", "#ecece8"
 ACROSS = 3  # panels beside each other, at most
 WIDTH, HEIGHT = 4.2, 3.0
