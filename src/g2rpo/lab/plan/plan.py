@@ -169,6 +169,10 @@ def make_plan(
     """
     node = nodes_of(ranks, ranks_per_node)
     refuse(faults_of_sharding(config, ranks, node))
+    policy = config.policy
+    refuse(faults_of_quantization(policy.quantize, policy.tuning))
+    refuse(faults_of_offload(policy, policy.tuning, "cuda" if cuda else "cpu"))
+    refuse(faults_of_autocast(config))
     group = shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
     whole = config = settled(config, cuda)
     # rank 0's has the earliest branch steps, so most evaluations
@@ -272,10 +276,6 @@ class Planner:
             config = self.config
             if more:
                 config = completed(load_config(self.recipe, [*self.overrides, *more]))
-            policy = config.policy
-            refuse(faults_of_quantization(policy.quantize, policy.tuning))
-            refuse(faults_of_offload(policy, policy.tuning, "cuda" if cuda else "cpu"))
-            refuse(faults_of_autocast(config))
             self._made[cuda, more] = make_plan(
                 config,
                 cuda=cuda,
