@@ -46,8 +46,8 @@ TASKS = {  # recipe, prompts, the share of right pictures, trained rewards
     "scenes": ("testbed", "scene_correct", []),
     "scenes-two": ("testbed", "scene_correct", ["rewards.scene_clip.weight=1"]),
 }
-SWEEP, RATES = 72, 3
-"""The seed of the runs that choose a rate, and their number."""
+SWEEP = 72
+"""The seed of the runs that choose a rate."""
 RESULTS = Path("studies/results/at_length_tuned.jsonl")
 
 
@@ -117,11 +117,15 @@ def train(task: str, seed: int, size: Size, cells: dict[str, str], out: Path) ->
             raise
 
 
+def folders_of(out: Path) -> list[Path]:
+    """The folders of the runs, beside which lie logs."""
+    return [config.parent for config in sorted(out.glob("*/runs/*/seed_*/config.yaml"))]
+
+
 def rows_of(out: Path) -> list[Row]:
     """Of every evaluation of every run: what was spent, and who is right."""
     rows = []
-    for config in sorted(out.glob("*/runs/*/seed_*/config.yaml")):  # beside them lie logs
-        folder = config.parent
+    for folder in folders_of(out):
         run = read_runs([folder])[0]
         task, cell = folder.parents[2].name.rsplit("_", 1)[0], folder.parent.name.split("+")[0]
         spent = [0]
@@ -157,20 +161,20 @@ def pilot(size: Size, out: Path) -> None:
     lowest = {name: at_rate(name, CELLS[name][1].split()[0]) for name in size.cells}
     for task in size.tasks:
         train(task, SWEEP, replace(size, iterations=3, every=3), lowest, out)
-    evaluations = training = whole = 0.0
-    for config in out.glob("*/runs/*/seed_*/config.yaml"):
-        run = read_runs([config.parent])[0]
+    evaluations = training = whole = runs = 0.0
+    for folder in folders_of(out):
+        run = read_runs([folder])[0]
+        each = len(CELLS[folder.parent.name][1].split()) + len(size.seeds)
+        runs += each
         iteration, look = run.iterations[-1], run.evaluations[-1]  # the first ones are slower
         evaluations += iteration["evaluations"]
         training += iteration["seconds"]
         looks = size.iterations // size.every + 1
-        whole += size.iterations * iteration["seconds"] + looks * look["seconds"]
+        whole += each * (size.iterations * iteration["seconds"] + looks * look["seconds"])
     at_once = min(size.jobs, len(size.cells))
-    each = RATES + len(size.seeds)
-    hours = each * whole / at_once / 3600
-    runs = each * len(size.cells) * len(size.tasks)
+    hours = whole / at_once / 3600
     print(
-        f"{at_once * evaluations / training:,.0f} evaluations a second; {runs} runs in {hours:.1f}"
+        f"{at_once * evaluations / training:,.0f} evaluations a second; {runs:.0f} runs in {hours:.1f}"
         f" hours, {runs / hours / 3:.0f} in 20 minutes",
         flush=True,
     )

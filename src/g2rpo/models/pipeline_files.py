@@ -160,7 +160,7 @@ def options_in(index: dict[str, Any]) -> dict[str, Any]:
 def missing_parts(pipeline: Path) -> Iterator[str]:
     """What a pipeline's folder lacks of the components in its index: folders, files, or their
     contents."""
-    cures = {}
+    cures = []
     for name, (library, _) in parts_in(read_index(str(pipeline))).items():
         part = pipeline / name
         if library is None:
@@ -177,14 +177,13 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
         elif name.startswith(MODELS):
             if not (part / "config.json").is_file():
                 yield f"{name}/config.json is missing"
-            files, why = _weights_of(part)
+            files, none, cure = _weights_of(part)
             faults = {file.name: _fault_of_weights(file) for file in files}
             yield from (f"{name}/{file} {fault}" for file, fault in faults.items() if fault)
             if not files:
-                fault, _, cure = why.partition("; ")
-                cures[cure] = True
-                yield f"{name}/ {fault}"
-    yield from filter(None, cures)
+                cures.append(cure)
+                yield f"{name}/ {none}"
+    yield from dict.fromkeys(filter(None, cures))
 
 
 def _fault_of_weights(file: Path) -> str:
@@ -201,9 +200,9 @@ def _fault_of_weights(file: Path) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights that are loaded from a model's folder: of several copies one. UserError
     if there are none."""
-    files, why = _weights_of(folder)
+    files, none, cure = _weights_of(folder)
     if not files:
-        raise UserError(f"{folder}: {why}")
+        raise UserError("; ".join(filter(None, (f"{folder}: {none}", cure))))
     if absent := [file for file in files if not file.is_file()]:
         raise UserError(f"{absent[0]}: is missing")
     return files
@@ -211,23 +210,22 @@ def weight_files(folder: Path) -> list[Path]:
 
 def has_weights(folder: Path) -> bool:
     """Whether all weights of a model's folder are there."""
-    files, _ = _weights_of(folder)
+    files, _, _ = _weights_of(folder)
     return bool(files) and all(file.is_file() for file in files)
 
 
-def _weights_of(folder: Path) -> tuple[list[Path], str]:
-    """The files of weights as diffusers and transformers choose them, which may be missing, and why
-    there are none."""
+def _weights_of(folder: Path) -> tuple[list[Path], str, str]:
+    """The files of weights as diffusers and transformers choose them, which may be missing; why
+    there are none, and the cure, if one is known."""
     for stem in ("diffusion_pytorch_model", "model"):
         whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         # transformers prefers the whole, diffusers the index
         if index.is_file() and not (stem == "model" and whole.is_file()):
             shards = read_as(_Shards, index).weight_map
-            return [
-                folder / file for file in sorted(set(shards.values()))
-            ], "its index names no file"
+            files = [folder / file for file in sorted(set(shards.values()))]
+            return files, "its index names no file", ""
         if whole.is_file():
-            return [whole], ""
+            return [whole], "", ""
     others = sorted(
         path.name
         for path in folder.glob("*")
@@ -235,13 +233,11 @@ def _weights_of(folder: Path) -> tuple[list[Path], str]:
     )
     for name in others:
         if variant := re.match(r"(?:diffusion_pytorch_)?model\.(\w+)\b.*\.safetensors$", name):
-            cure = f"DiffusionPipeline.from_pretrained(FOLDER, variant={variant[1]!r}).save_pretrained(NEW)"
-            return (
-                [],
-                f"has the variant {variant[1]} alone ({name}); write them under the usual names by diffusers' {cure}",
-            )
+            call = f"DiffusionPipeline.from_pretrained(FOLDER, variant={variant[1]!r}).save_pretrained(NEW)"
+            cure = f"write them under the usual names by diffusers' {call}"
+            return [], f"has the variant {variant[1]} alone ({name})", cure
     such = f" but {', '.join(others[:2])}" if others else ""
-    return [], f"has no weights (*.safetensors){such}"
+    return [], f"has no weights (*.safetensors){such}", ""
 
 
 # --- checks before anything large is loaded

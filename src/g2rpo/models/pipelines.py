@@ -47,14 +47,9 @@ CUDA_ONLY = ("cudnn", "efficient", *PACKAGES)
 def attention_kinds(device: str) -> list[str]:
     """The kinds of attention that this installation has for `device`."""
     cuda = torch.device(device).type == "cuda"
-    return [
-        "auto",
-        *(
-            kind
-            for kind in BACKENDS
-            if installed(PACKAGES.get(kind, "torch")) and (cuda or kind not in CUDA_ONLY)
-        ),
-    ]
+    usable = [kind for kind in BACKENDS if cuda or kind not in CUDA_ONLY]
+    # those that are in no package of their own are torch's
+    return ["auto", *(kind for kind in usable if installed(PACKAGES.get(kind, "torch")))]
 
 
 def faults_of_attention(kind: Attention, device: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import World
-from g2rpo.core.errors import Stopped
+from g2rpo.core.errors import Stopped, refuse
 from g2rpo.core.statistics import or_nan
 from g2rpo.train.collector import Groups
 from g2rpo.train.evaluation.heldout import Evaluation
@@ -123,10 +123,10 @@ class EarlyStop(Listener):
         """Raises `Stopped` after too many iterations without a score, or too many updates in a row
         that were skipped because of their gradient; weights are those of the last update."""
         iteration, skipped = self.trainer.iteration, self.trainer.updater.skipped_in_a_row
-        for name in self.unscored:
-            raise Stopped(
-                f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row"
-            )
+        said = f"gave no score at all in {UNSCORED} iterations in a row"
+        refuse(
+            (f"iteration {iteration}: reward '{name}' {said}" for name in self.unscored), Stopped
+        )
         if skipped >= SKIPPED:
             self.trainer.save()
             how_long = f"{skipped} updates in a row"

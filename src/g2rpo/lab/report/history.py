@@ -96,9 +96,8 @@ class RunHistory:
     def scores(self, iteration: int) -> dict[str, Tensor]:
         """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right
         pictures."""
-        self.files.read_scores(
-            iteration, self.config.all_rewards, self.heldout
-        )  # refuses another table
+        # refuses another table
+        self.files.read_scores(iteration, self.config.all_rewards, self.heldout)
         return values_of(read_rows(self.files.scores(iteration)))
 
     def refitted(self) -> list[str]:
